@@ -1,0 +1,189 @@
+"""The catalog's tables. Alembic migrations follow this module; `alembic check` guards that they agree."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Column, DateTime, Index, Text
+from sqlmodel import Field, SQLModel
+
+
+def _moment(*, nullable: bool = False, index: bool = False) -> Any:
+    """A UTC moment with its zone; SQLite keeps it as text."""
+    return Field(default=None, sa_column=Column(DateTime(timezone=True), nullable=nullable, index=index))
+
+
+def _size(*, nullable: bool = False) -> Any:
+    """A byte count; wheels pass 2 GiB, so 64 bits on every database."""
+    return Field(default=None, sa_column=Column(BigInteger, nullable=nullable))
+
+
+class PinSetRevision(SQLModel, table=True):
+    """One immutable text of a pin set, named by the SHA-256 of its canonical form."""
+
+    __tablename__ = "pin_set_revision"
+
+    digest: str = Field(primary_key=True, max_length=64)
+    name: str = Field(index=True)
+    text: str = Field(sa_column=Column(Text, nullable=False))
+    origin: str  # the file or the caller it came from
+    created_at: datetime = _moment()
+
+
+class PinSet(SQLModel, table=True):
+    """A pin set's name and the revision it now means."""
+
+    __tablename__ = "pin_set"
+
+    name: str = Field(primary_key=True)
+    revision: str = Field(foreign_key="pin_set_revision.digest")
+    updated_at: datetime = _moment()
+
+
+class PinRow(SQLModel, table=True):
+    """One pin of a revision, as `pins.pin.Pin` reads it."""
+
+    __tablename__ = "pin"
+
+    id: int | None = Field(default=None, primary_key=True)
+    revision: str = Field(foreign_key="pin_set_revision.digest", index=True)
+    project: str
+    version: str
+    filename: str
+    sha256: str = Field(index=True, max_length=64)
+    cuda: str
+    arch: str
+    sm: str | None = None
+    url: str | None = None
+    index_name: str | None = None
+    size: int | None = _size(nullable=True)
+    record_sha256: str | None = None
+
+
+class Wheel(SQLModel, table=True):
+    """A wheel that was verified, extracted and published whole. The row is written after the bytes."""
+
+    __tablename__ = "wheel"
+
+    sha256: str = Field(primary_key=True, max_length=64)
+    filename: str
+    project: str = Field(index=True)
+    version: str
+    arch: str | None = None  # None for wheels of any architecture
+    size: int = _size()
+    unpacked_size: int = _size()
+    member_count: int
+    kept: bool = True  # the wheel's own bytes are a blob too
+    ingested_at: datetime = _moment()
+
+
+class Member(SQLModel, table=True):
+    """One file of a wheel. `kind` is an ArtifactKind for artifacts, None for what is only recorded."""
+
+    __tablename__ = "member"
+    __table_args__ = (Index("ix_member_kind_module", "kind", "module"),)
+
+    wheel: str = Field(primary_key=True, foreign_key="wheel.sha256", max_length=64)
+    path: str = Field(primary_key=True)
+    sha256: str = Field(index=True, max_length=64)
+    size: int = _size()
+    kind: str | None = None
+    module: str | None = None
+
+
+class WheelFailure(SQLModel, table=True):
+    """Why a pinned wheel is not in the store: the problem of the last attempt. Cleared by success."""
+
+    __tablename__ = "wheel_failure"
+
+    sha256: str = Field(primary_key=True, max_length=64)
+    filename: str
+    problem: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    failed_at: datetime = _moment()
+
+
+class Blob(SQLModel, table=True):
+    """Bytes the store holds. `zstd_size` is set once the compressed form lies beside them."""
+
+    __tablename__ = "blob"
+
+    sha256: str = Field(primary_key=True, max_length=64)
+    size: int = _size()
+    zstd_state: str = Field(default="pending", index=True)  # pending, made, not_worth
+    zstd_size: int | None = _size(nullable=True)
+    zstd_sha256: str | None = None
+
+
+class Inspection(SQLModel, table=True):
+    """What was read out of a module, library or cubin. Facts of the bytes, so keyed by their digest."""
+
+    __tablename__ = "inspection"
+
+    sha256: str = Field(primary_key=True, max_length=64)
+    format: str  # elf, cubin
+    machine: str | None = None  # x86_64, aarch64, cuda
+    soname: str | None = None
+    needed: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    glibc: str | None = None
+    glibcxx: str | None = None
+    functions: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    sms: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    ptx: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+
+
+class BundleRow(SQLModel, table=True):
+    """A bundle's canonical bytes under its digest, and the question it answers."""
+
+    __tablename__ = "bundle"
+
+    digest: str = Field(primary_key=True, max_length=64)
+    manifest: str = Field(sa_column=Column(Text, nullable=False))
+    created_at: datetime = _moment()
+
+
+class Lease(SQLModel, table=True):
+    """The right to do one thing (fetch a wheel), held for a short time and renewed while alive."""
+
+    __tablename__ = "lease"
+
+    key: str = Field(primary_key=True)
+    owner: str  # unique per holder
+    holder: str  # host and pid, for people
+    expires_at: datetime = _moment()
+
+
+class Token(SQLModel, table=True):
+    """A bearer token, kept as the SHA-256 of its secret."""
+
+    __tablename__ = "token"
+
+    id: str = Field(primary_key=True)
+    name: str
+    secret_sha256: str = Field(unique=True, max_length=64)
+    scopes: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    created_at: datetime = _moment()
+    expires_at: datetime | None = _moment(nullable=True)
+    revoked_at: datetime | None = _moment(nullable=True)
+    last_used_at: datetime | None = _moment(nullable=True)
+
+
+class Job(SQLModel, table=True):
+    """A durable job as people see it: what was asked, how far it is, how it ended."""
+
+    __tablename__ = "job"
+
+    id: str = Field(primary_key=True)  # the engine's workflow id
+    kind: str
+    state: str = Field(index=True)  # queued, running, succeeded, failed
+    request: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    asked_by: str
+    bytes_done: int = _size()
+    bytes_total: int | None = _size(nullable=True)
+    members_done: int = 0
+    members_total: int | None = None
+    wheels: list[dict[str, Any]] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    created_at: datetime = _moment()
+    updated_at: datetime = _moment()
+    finished_at: datetime | None = _moment(nullable=True)
