@@ -1,0 +1,137 @@
+"""The `kernel-depot` command. A command's module is imported only when that command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import kernel_depot
+from kernel_depot.errors import DepotError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Where a command lives and its line in `kernel-depot --help`; the module offers a Typer named `app`."""
+
+    module: str
+    help: str
+    extra: str | None = None  # the extra that brings what the module imports
+
+
+class ExtraMissing(DepotError):
+    """A command was run that this installation lacks the libraries for."""
+
+    slug = "extra-missing"
+    title = "Not installed"
+    status = 501
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("kernel_depot.cli.demo", "Show the whole way of the data on this machine.", "server"),
+    "pins": Command("kernel_depot.cli.pins", "Check pin sets.", "server"),
+    "materialize": Command(
+        "kernel_depot.cli.materialize",
+        "Bring pinned wheels into the store: fetch, verify, extract, record.",
+        "server",
+    ),
+    "db": Command("kernel_depot.cli.db", "Create or upgrade the catalog's schema, or check it.", "server"),
+    "serve": Command("kernel_depot.cli.serve", "Serve the catalog and the blobs over HTTP.", "server"),
+    "tokens": Command("kernel_depot.cli.tokens", "Create, list and revoke bearer tokens.", "server"),
+    "sync": Command("kernel_depot.cli.sync", "Bring a bundle from a server into this node's cache."),
+    "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
+    "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
+    "smoke": Command("kernel_depot.cli.smoke", "Load and try what the synced bundle holds on this node."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows its commands by name and help, and imports the one that is dispatched."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        """Return the command names in the order of use."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        """Return a nameplate, enough for listing; `resolve_command` loads the real one."""
+        command = COMMANDS.get(cmd_name)
+        if command is None:
+            return None
+        return TyperCommand(name=cmd_name, help=command.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command the arguments name, its module imported now."""
+        name, nameplate, rest = super().resolve_command(ctx, args)
+        if name is None or nameplate is None:
+            return name, nameplate, rest
+        return name, load(name), rest
+
+
+def load(name: str) -> Any:
+    """Import the module of the command `name` and return its click command.
+
+    Raise ExtraMissing when a library it needs is not installed.
+    """
+    entry = COMMANDS[name]
+    try:
+        module = import_module(entry.module)
+    except ModuleNotFoundError as error:
+        if entry.extra is None or (error.name or "").startswith("kernel_depot"):
+            raise
+        raise ExtraMissing(
+            f"`kernel-depot {name}` needs a library that is not installed",
+            found=f"no module named {error.name!r}",
+            remedy=f"pip install 'kernel-depot[{entry.extra}]'",
+        ) from error
+    command = typer.main.get_command(module.app)
+    command.name = name
+    return command
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    help="Kernel Depot: GPU kernel binaries, pinned, verified once, shared by all, proven on each node.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kernel-depot {kernel_depot.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of a failure (or set KERNEL_DEPOT_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Take the options that stand before the command; `main` acts on them."""
+
+
+def main() -> None:
+    """Run the command line; exit 0 on success, 1 on a failure, 2 on wrong usage."""
+    arguments = sys.argv[1:]
+    try:
+        app(prog_name="kernel-depot")
+    except Exception as error:
+        from kernel_depot.cli.render import show_failure
+
+        debug = "--debug" in arguments or os.environ.get("KERNEL_DEPOT_DEBUG", "") not in ("", "0")
+        show_failure(error, as_json="--json" in arguments, debug=debug)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
