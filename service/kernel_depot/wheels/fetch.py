@@ -150,7 +150,7 @@ class _Download:
 
         for attempt in Retrying(
             retry=retry_if_exception(lambda error: self._worth_retrying(error, part)),
-            wait=lambda state: self._pause(state.outcome and state.outcome.exception()),
+            wait=lambda state: self._pause(state.outcome.exception() if state.outcome is not None else None),
             stop=stop_never,
             reraise=True,
         ):
