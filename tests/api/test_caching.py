@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from kernel_depot.api.caching import (
     ByteRange,
-    Coding,
     NotAcceptable,
     PreconditionFailed,
     RangeNotSatisfiable,
     blob_etag,
-    choose_coding,
+    choose_form,
     not_modified,
     repr_digest,
     requested_range,
     tags_match,
 )
+from kernel_depot.store.blobs import Form
 
 ETAG = '"' + "ab" * 32 + '"'
 
@@ -147,41 +147,41 @@ def test_preconditions_are_evaluated_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accept", "coding"),
+    ("accept", "form"),
     [
-        (None, Coding.IDENTITY),
-        ("", Coding.IDENTITY),
-        ("zstd", Coding.ZSTD),
-        ("ZSTD;Q=0.5", Coding.ZSTD),
-        ("gzip, deflate, br, zstd", Coding.ZSTD),
-        ("gzip", Coding.IDENTITY),
-        ("zstd;q=0", Coding.IDENTITY),
-        ("zstd;q=0.000, *", Coding.IDENTITY),
-        ("zstd;q=0.5, identity", Coding.IDENTITY),
-        ("zstd;q=0.5, identity;q=0.5", Coding.ZSTD),
-        ("*", Coding.ZSTD),
-        ("identity;q=0, *", Coding.ZSTD),
-        ("zstd;q=2", Coding.IDENTITY),
-        ("zstd;q=0.1234", Coding.IDENTITY),
+        (None, Form.IDENTITY),
+        ("", Form.IDENTITY),
+        ("zstd", Form.ZSTD),
+        ("ZSTD;Q=0.5", Form.ZSTD),
+        ("gzip, deflate, br, zstd", Form.ZSTD),
+        ("gzip", Form.IDENTITY),
+        ("zstd;q=0", Form.IDENTITY),
+        ("zstd;q=0.000, *", Form.IDENTITY),
+        ("zstd;q=0.5, identity", Form.IDENTITY),
+        ("zstd;q=0.5, identity;q=0.5", Form.ZSTD),
+        ("*", Form.ZSTD),
+        ("identity;q=0, *", Form.ZSTD),
+        ("zstd;q=2", Form.IDENTITY),
+        ("zstd;q=0.1234", Form.IDENTITY),
     ],
 )
-def test_coding_follows_the_qualities(accept: str | None, coding: Coding) -> None:
-    assert choose_coding(accept, zstd_kept=True) is coding
+def test_coding_follows_the_qualities(accept: str | None, form: Form) -> None:
+    assert choose_form(accept, zstd_kept=True) is form
     if accept != "identity;q=0, *":
-        assert choose_coding(accept, zstd_kept=False) is Coding.IDENTITY
+        assert choose_form(accept, zstd_kept=False) is Form.IDENTITY
 
 
 @pytest.mark.parametrize("accept", ["identity;q=0", "*;q=0", "zstd;q=0, *;q=0", "gzip, identity;q=0.0"])
 def test_excluding_every_form_is_said(accept: str) -> None:
     with pytest.raises(NotAcceptable):
-        choose_coding(accept, zstd_kept=True)
+        choose_form(accept, zstd_kept=True)
     with pytest.raises(NotAcceptable):
-        choose_coding("identity;q=0, zstd", zstd_kept=False)
+        choose_form("identity;q=0, zstd", zstd_kept=False)
 
 
 def test_names_of_forms_and_digests() -> None:
     sha256 = hashlib.sha256(b"kernel")
-    assert blob_etag(sha256.hexdigest(), Coding.IDENTITY) == f'"{sha256.hexdigest()}"'
-    assert blob_etag(sha256.hexdigest(), Coding.ZSTD) == f'"{sha256.hexdigest()}-zstd"'
+    assert blob_etag(sha256.hexdigest(), Form.IDENTITY) == f'"{sha256.hexdigest()}"'
+    assert blob_etag(sha256.hexdigest(), Form.ZSTD) == f'"{sha256.hexdigest()}-zstd"'
     encoded = repr_digest(sha256.hexdigest()).removeprefix("sha-256=:").removesuffix(":")
     assert base64.b64decode(encoded) == sha256.digest()

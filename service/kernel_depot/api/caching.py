@@ -6,9 +6,9 @@ import base64
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from kernel_depot.api.problems import ApiError
+from kernel_depot.store.blobs import Form
 
 IMMUTABLE = "public, max-age=31536000, immutable"
 _ENTITY_TAG = re.compile(r'(?P<weak>W/)?"(?P<opaque>[\x21\x23-\x7e\x80-\xff]*)"')
@@ -45,13 +45,6 @@ class PreconditionFailed(ApiError):
     status = 412
 
 
-class Coding(str, Enum):
-    """The content codings representations are kept in."""
-
-    IDENTITY = "identity"
-    ZSTD = "zstd"
-
-
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """Bytes `start` up to, not including, `end` of a representation of `size` bytes."""
@@ -66,9 +59,9 @@ class ByteRange:
         return f"bytes {self.start}-{self.end - 1}/{self.size}"
 
 
-def blob_etag(sha256: str, coding: Coding) -> str:
+def blob_etag(sha256: str, form: Form) -> str:
     """Return the strong entity tag of one form of a blob."""
-    return f'"{sha256}"' if coding is Coding.IDENTITY else f'"{sha256}-{coding.value}"'
+    return f'"{sha256}"' if form is Form.IDENTITY else f'"{sha256}-{form.value}"'
 
 
 def repr_digest(sha256: str) -> str:
@@ -87,8 +80,7 @@ def tags_match(header: str, etag: str, *, strong: bool) -> bool:
         return False
     opaque = etag[1:-1]
     return any(
-        match["opaque"] == opaque and not (strong and match["weak"])
-        for match in _ENTITY_TAG.finditer(header)
+        match["opaque"] == opaque and not (strong and match["weak"]) for match in _ENTITY_TAG.finditer(header)
     )
 
 
@@ -158,14 +150,14 @@ def _unsatisfiable(what: str, found: str, size: int) -> RangeNotSatisfiable:
     )
 
 
-def choose_coding(accept_encoding: str | None, *, zstd_kept: bool) -> Coding:
+def choose_form(accept_encoding: str | None, *, zstd_kept: bool) -> Form:
     """Pick the form to send (RFC 9110, 12.5.3): zstd when it is kept and liked no less than identity.
 
     Raise NotAcceptable when the client excludes every kept form. A header that cannot be read asks
     for nothing special.
     """
     if accept_encoding is None:
-        return Coding.IDENTITY
+        return Form.IDENTITY
     qualities: dict[str, float] = {}
     for part in accept_encoding.split(","):
         match = _CODING.fullmatch(part.strip(" \t"))
@@ -176,7 +168,7 @@ def choose_coding(accept_encoding: str | None, *, zstd_kept: bool) -> Coding:
     # Not being listed leaves identity acceptable, behind everything that is listed.
     identity = qualities.get("identity", anything)
     if zstd_kept and zstd > 0 and (identity is None or zstd >= identity):
-        return Coding.ZSTD
+        return Form.ZSTD
     if identity == 0:
         raise NotAcceptable(
             "every form kept of this resource is excluded by Accept-Encoding",
@@ -184,4 +176,4 @@ def choose_coding(accept_encoding: str | None, *, zstd_kept: bool) -> Coding:
             expected="identity or zstd" if zstd_kept else "identity",
             found=accept_encoding[:200],
         )
-    return Coding.IDENTITY
+    return Form.IDENTITY

@@ -112,9 +112,7 @@ class Problem(BaseModel):
 def problem_response(error: DepotError) -> Response:
     """Render a failure as problem+json with its status and headers."""
     headers = {"cache-control": "no-store", **getattr(error, "headers", {})}
-    return JSONResponse(
-        error.problem(), status_code=error.status, headers=headers, media_type=MEDIA_TYPE
-    )
+    return JSONResponse(error.problem(), status_code=error.status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def documented(*kinds: type[DepotError]) -> dict[int | str, dict[str, Any]]:
@@ -161,7 +159,9 @@ async def _validation(_request: Request, error: Exception) -> Response:
     what = f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in the request"
     first = problems[0] if problems else {"where": "request", "detail": "unreadable"}
     return problem_response(
-        RequestInvalid(f"{what}: {first['where']}: {first['detail']}", where=first["where"], problems=problems)
+        RequestInvalid(
+            f"{what}: {first['where']}: {first['detail']}", where=first["where"], problems=problems
+        )
     )
 
 

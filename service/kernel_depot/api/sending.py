@@ -181,7 +181,7 @@ class SizedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head, then the pieces as fast as the client takes them."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._source is None or self._length == 0:
+        if self._source is None or self._length == 0 or scope["method"] == "HEAD":
             if self._source is not None:
                 self._source.close()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

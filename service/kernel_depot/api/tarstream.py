@@ -20,7 +20,7 @@ BLOCK = 512
 BATCH = 1 << 20
 _END = bytes(2 * BLOCK)
 _RAW_BLOCK = 128 << 10  # the largest block of a frame, RFC 8878 3.1.1.2.4
-_LARGEST = 8**11 - 1  # eleven octal digits
+LARGEST = 8**11 - 1  # bytes of a member: eleven octal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ _TEMPLATE, _TEMPLATE_SUM = _header_template()
 
 def tar_header(sha256: str, size: int) -> bytes:
     """Return the ustar header of a blob. Raise ValueError for sizes the format cannot say (8 GiB)."""
-    if size > _LARGEST:
+    if size > LARGEST:
         raise ValueError(f"{size} bytes do not fit a ustar header")
     header = bytearray(_TEMPLATE)
     name, octal = sha256.encode("ascii"), b"%011o" % size
