@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Column, DateTime, Index, Text
+from sqlalchemy import JSON, BigInteger, Column, DateTime, Dialect, Index, Text, TypeDecorator
 from sqlmodel import Field, SQLModel
 
 
+class Moment(TypeDecorator[datetime]):
+    """A moment with its zone on every database: SQLite keeps UTC without saying so."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        """Store UTC."""
+        return value.astimezone(timezone.utc) if value is not None else None
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        """Return UTC with its zone."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+
+
 def _moment(*, nullable: bool = False, index: bool = False) -> Any:
-    """A UTC moment with its zone; SQLite keeps it as text."""
-    return Field(default=None, sa_column=Column(DateTime(timezone=True), nullable=nullable, index=index))
+    """A UTC moment."""
+    return Field(default=None, sa_column=Column(Moment(), nullable=nullable, index=index))
 
 
 def _size(*, nullable: bool = False) -> Any:
@@ -133,13 +150,22 @@ class Inspection(SQLModel, table=True):
 
 
 class BundleRow(SQLModel, table=True):
-    """A bundle's canonical bytes under its digest, and the question it answers."""
+    """A bundle's canonical bytes under its digest."""
 
     __tablename__ = "bundle"
 
     digest: str = Field(primary_key=True, max_length=64)
     manifest: str = Field(sa_column=Column(Text, nullable=False))
     created_at: datetime = _moment()
+
+
+class BundleAnswer(SQLModel, table=True):
+    """Which bundle answers a question: pin-set revisions, platform, modules and the wheels there are."""
+
+    __tablename__ = "bundle_answer"
+
+    question: str = Field(primary_key=True, max_length=64)  # SHA-256 of the question's canonical JSON
+    bundle: str = Field(foreign_key="bundle.digest", max_length=64)
 
 
 class Lease(SQLModel, table=True):
