@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
+from typing import NamedTuple
 
 from kernel_depot.bundle import ArtifactKind
 from kernel_depot.digest import sha256_bytes
@@ -52,9 +53,8 @@ class Expectation:
     record_sha256: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedMember:
-    """One file of the wheel. `staged` is where its bytes lie when it is an artifact, else None.
+class ExtractedMember(NamedTuple):
+    """One file of the wheel. `staging` is where its bytes were written when it is an artifact, else None.
 
     Artifacts with the same content share one staged file.
     """
@@ -64,7 +64,12 @@ class ExtractedMember:
     size: int
     kind: ArtifactKind | None
     module: str | None
-    staged: Path | None
+    staging: Path | None
+
+    @property
+    def staged(self) -> Path | None:
+        """The private file that holds the artifact's bytes."""
+        return None if self.staging is None else self.staging / self.sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class ExtractedWheel:
         """The distinct staged contents by SHA-256, each by the first member that has it."""
         found: dict[str, ExtractedMember] = {}
         for member in self.members:
-            if member.staged is not None:
+            if member.staging is not None:
                 found.setdefault(member.sha256, member)
         return found
 
@@ -199,10 +204,12 @@ class _Extraction:
         self._name = name
         self._expect = expect
         self._staging = staging
+        self._prefix = f"{staging}/"
         self._limits = limits
         self._meter = meter
         self._rows: dict[str, RecordRow] = {}
         self._digests: dict[str, str] = {}
+        self._kinds: dict[str, tuple[ArtifactKind | None, str | None]] = {}
         self._staged: set[str] = set()
         self._lock = Lock()
 
@@ -251,6 +258,7 @@ class _Extraction:
         check_metadata(
             self._read_listing(metadata, MetadataMissing), self._name, where=f"{where}: {metadata.name!r}"
         )
+        self._kinds = {name: classify(name) for name in by_path if not name.endswith("/")}
         if on_totals is not None:
             on_totals(sum(member.size for member in members), len(members))
         return members
@@ -282,15 +290,15 @@ class _Extraction:
             self._meter.add(size, small)
 
     def _verify_small(self, member: Member) -> str:
-        row = self._rows.get(member.name)
         content = read_whole(self._data, member, where=self._name.filename)
         digest = hashlib.sha256(content)
-        if row is not None and row.algorithm is not None:
+        row = self._rows.get(member.name)
+        if row is not None and row.digest:
             proof = digest if row.algorithm == "sha256" else hashlib.new(row.algorithm, content)
             self._check_row(member, row, proof.digest())
         sha256 = digest.hexdigest()
-        if _is_kept(member) and self._claim(sha256):
-            descriptor = os.open(self._staging / sha256, _CREATE, 0o444)
+        if self._is_kept(member) and self._claim(sha256):
+            descriptor = os.open(self._prefix + sha256, _CREATE, 0o444)
             try:
                 _write(descriptor, content)
             finally:
@@ -301,9 +309,9 @@ class _Extraction:
         row = self._rows.get(member.name)
         digest = hashlib.sha256()
         proof = digest
-        if row is not None and row.algorithm not in (None, "sha256"):
-            proof = hashlib.new(row.algorithm or "")
-        kept = _is_kept(member)
+        if row is not None and row.digest and row.algorithm != "sha256":
+            proof = hashlib.new(row.algorithm)
+        kept = self._is_kept(member)
         private = self._staging / f"{member.header}.part"
         descriptor = os.open(private, _CREATE, 0o444) if kept else None
         try:
@@ -319,7 +327,7 @@ class _Extraction:
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        if row is not None and row.algorithm is not None:
+        if row is not None and row.digest:
             self._check_row(member, row, proof.digest())
         sha256 = digest.hexdigest()
         if kept and self._claim(sha256):
@@ -329,8 +337,11 @@ class _Extraction:
         return sha256
 
     def _check_row(self, member: Member, row: RecordRow, digest: bytes) -> None:
-        if row.digest != digest:
-            check_digest(row, digest, where=f"{self._name.filename}: {member.name!r}")
+        check_digest(row, digest, where=f"{self._name.filename}: {member.name!r}")
+
+    def _is_kept(self, member: Member) -> bool:
+        kind, _ = self._kinds.get(member.name, (None, None))
+        return kind is not None
 
     def _claim(self, sha256: str) -> bool:
         """Tell whether the caller is the first to have this content, who then stages it."""
@@ -341,14 +352,9 @@ class _Extraction:
 
     def outcome(self, member: Member) -> ExtractedMember:
         """Describe a member once all are verified."""
-        kind, module = classify(member.name)
-        sha256 = self._digests[member.name]
-        staged = self._staging / sha256 if kind is not None else None
-        return ExtractedMember(member.name, sha256, member.size, kind, module, staged)
-
-
-def _is_kept(member: Member) -> bool:
-    return not member.is_directory and classify(member.name)[0] is not None
+        kind, module = self._kinds[member.name]
+        staging = self._staging if kind is not None else None
+        return ExtractedMember(member.name, self._digests[member.name], member.size, kind, module, staging)
 
 
 def _write(descriptor: int, content: bytes | memoryview) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import binascii
+import base64
 import csv
 import io
 from collections.abc import Iterable, Mapping
@@ -21,14 +21,14 @@ from kernel_depot.wheels.errors import (
 
 # Hash algorithms that are accepted, by hashlib's names, with their digest size in bytes.
 ALGORITHMS = {"sha256": 32, "sha384": 48, "sha512": 64, "sha3_256": 32, "sha3_384": 48, "sha3_512": 64}
-_URL_SAFE = str.maketrans("-_", "+/")
+_TEXT_LENGTHS = {name: (size * 8 + 5) // 6 for name, size in ALGORITHMS.items()}
 
 
 class RecordRow(NamedTuple):
-    """What RECORD says of one file; `algorithm` and `digest` are both absent or both there."""
+    """What RECORD says of one file. `digest` is URL-safe base64 without padding, "" when absent."""
 
-    algorithm: str | None
-    digest: bytes | None
+    algorithm: str
+    digest: str
     size: int | None
 
 
@@ -49,7 +49,9 @@ def read_record(data: bytes, *, where: str) -> dict[str, RecordRow]:
             path, coded, size = fields
             if path in rows:
                 raise RecordDuplicate("RECORD names a file twice", where=where, found=path)
-            algorithm, digest = _read_hash(coded, where=f"{where}: {path!r}") if coded else (None, None)
+            algorithm, _, digest = coded.partition("=")
+            if coded and _TEXT_LENGTHS.get(algorithm) != len(digest):
+                _refuse_hash(algorithm, digest, where=f"{where}: {path!r}")
             if size and not (size.isascii() and size.isdigit()):
                 raise RecordMalformed(
                     "a size in RECORD is not a number", where=f"{where}: {path!r}", found=size
@@ -78,7 +80,7 @@ def check_listing(
                 continue
             raise RecordMemberUnlisted("a member is not in RECORD", where=f"{where}: {path!r}")
         left.discard(path)
-        if row.digest is None and path not in unhashed:
+        if not row.digest and path not in unhashed:
             raise RecordHashAbsent("RECORD has no hash for a member", where=f"{where}: {path!r}")
         if row.size is not None and row.size != size:
             raise RecordSizeMismatch(
@@ -96,32 +98,28 @@ def check_listing(
 
 
 def check_digest(row: RecordRow, digest: bytes, *, where: str) -> None:
-    """Compare a member's digest, by the row's algorithm. Raise RecordHashMismatch."""
-    if row.digest != digest:
+    """Compare a member's digest, made with the row's algorithm. Raise RecordHashMismatch."""
+    found = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    if row.digest != found:
         raise RecordHashMismatch(
             "a member's bytes are not those that RECORD names",
             where=where,
-            expected=f"{row.algorithm} {row.digest.hex() if row.digest else None}",
-            found=digest.hex(),
+            expected=f"{row.algorithm}={row.digest}",
+            found=f"{row.algorithm}={found}",
         )
 
 
-def _read_hash(coded: str, *, where: str) -> tuple[str, bytes]:
-    algorithm, _, text = coded.partition("=")
-    size = ALGORITHMS.get(algorithm)
-    if size is None:
+def _refuse_hash(algorithm: str, digest: str, *, where: str) -> None:
+    if algorithm not in ALGORITHMS:
         raise RecordHashWeak(
             "RECORD names a hash that is not accepted",
             where=where,
             expected=", ".join(ALGORITHMS),
             found=algorithm,
         )
-    try:
-        digest = binascii.a2b_base64(text.translate(_URL_SAFE) + "=" * (-len(text) % 4))
-    except (binascii.Error, ValueError) as error:
-        raise RecordMalformed("a hash in RECORD is not base64", where=where, found=coded) from error
-    if len(digest) != size or len(text) != (size * 8 + 5) // 6:
-        raise RecordMalformed(
-            "a hash in RECORD has the wrong length", where=where, expected=f"{size} bytes", found=coded
-        )
-    return algorithm, digest
+    raise RecordMalformed(
+        "a hash in RECORD has the wrong length",
+        where=where,
+        expected=f"{_TEXT_LENGTHS[algorithm]} characters",
+        found=f"{digest!r}, {len(digest)} characters",
+    )

@@ -15,11 +15,10 @@ from kernel_depot.wheels.errors import (
     MemberSmallerThanDeclared,
 )
 
-PIECE = 4 << 20  # the largest piece that is held in memory
+PIECE = 4 << 20  # members up to this size are held whole, larger ones in pieces of it
 _PACKED_PIECE = 256 << 10
 # The library's stub takes this class for an instance.
 _DeflateError = cast("type[Exception]", isal_zlib.error)
-_DEFLATED_NOTHING = b"\x03\x00"
 
 
 def unpack(data: Bytes, member: Member, *, where: str) -> Iterator[bytes | memoryview]:
@@ -28,13 +27,6 @@ def unpack(data: Bytes, member: Member, *, where: str) -> Iterator[bytes | memor
     Raise MemberLargerThanDeclared as soon as one byte too many comes out, MemberSmallerThanDeclared,
     MemberDataInvalid for a broken deflate stream, and MemberCrcMismatch after the last piece.
     """
-    if (
-        member.size == 0
-        and member.crc == 0
-        and data[member.start : member.start + member.packed]
-        in (b"" if member.method == STORED else _DEFLATED_NOTHING,)
-    ):
-        return
     where = f"{where}: {member.name!r}"
     pieces = _stored(data, member) if member.method == STORED else _inflated(data, member, where=where)
     crc = size = 0
@@ -67,7 +59,25 @@ def unpack(data: Bytes, member: Member, *, where: str) -> Iterator[bytes | memor
 
 def read_whole(data: Bytes, member: Member, *, where: str) -> bytes:
     """Return the whole content of a small member, checked as `unpack` does."""
+    content = _read_at_once(data, member)
+    if content is not None and len(content) == member.size and isal_zlib.crc32(content) == member.crc:
+        return content
+    # The slow way tells what is wrong, or copes with what comes out in more than one piece.
     return b"".join(unpack(data, member, where=where))
+
+
+def _read_at_once(data: Bytes, member: Member) -> bytes | None:
+    if member.packed > member.size + _PACKED_PIECE:
+        return None
+    packed = data[member.start : member.start + member.packed]
+    if member.method == STORED:
+        return packed
+    stream = isal_zlib.decompressobj(-15)
+    try:
+        content = stream.decompress(packed, member.size + 1)
+    except _DeflateError:
+        return None
+    return content if stream.eof and not stream.unused_data else None
 
 
 def _stored(data: Bytes, member: Member) -> Iterator[memoryview]:
@@ -81,18 +91,17 @@ def _inflated(data: Bytes, member: Member, *, where: str) -> Iterator[bytes]:
     """Inflate with a bound on every piece, so that a bomb is met after one byte too many."""
     stream = isal_zlib.decompressobj(-15)
     end = member.start + member.packed
-    step = member.packed if member.size <= PIECE else _PACKED_PIECE
     room = min(member.size + 1, PIECE)
     try:
-        for start in range(member.start, end, max(step, 1)):
-            packed = data[start : min(start + step, end)]
+        for start in range(member.start, end, _PACKED_PIECE):
+            packed = data[start : min(start + _PACKED_PIECE, end)]
             while packed and not stream.eof:
                 piece = stream.decompress(packed, room)
                 if not piece and len(stream.unconsumed_tail) == len(packed):
                     raise MemberDataInvalid("the deflate stream does not go on", where=where)
                 packed = stream.unconsumed_tail
                 yield piece
-            if stream.eof and (stream.unused_data or packed or start + step < end):
+            if stream.eof and (stream.unused_data or packed or start + _PACKED_PIECE < end):
                 raise MemberDataInvalid("packed bytes follow the end of the deflate stream", where=where)
         while not stream.eof and (piece := stream.decompress(b"", room)):
             yield piece
