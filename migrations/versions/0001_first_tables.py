@@ -27,6 +27,8 @@ def upgrade() -> None:
         "bundle",
         sa.Column("digest", sa.String(length=64), nullable=False),
         sa.Column("manifest", sa.Text(), nullable=False),
+        sa.Column("artifact_count", sa.Integer(), nullable=False),
+        sa.Column("total_size", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("digest"),
     )

@@ -156,6 +156,8 @@ class BundleRow(SQLModel, table=True):
 
     digest: str = Field(primary_key=True, max_length=64)
     manifest: str = Field(sa_column=Column(Text, nullable=False))
+    artifact_count: int
+    total_size: int = _size()
     created_at: datetime = _moment()
 
 
