@@ -104,6 +104,11 @@ class Sm:
         """The name NVIDIA's tools print: `sm_90a`."""
         return f"sm_{self.major}{self.minor}{self.suffix}"
 
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Order code targets from general to specific: by capability, then plain, family, arch-specific."""
+        return (self.major, self.minor, ("", "f", "a").index(self.suffix))
+
     def runs(self, code: Sm) -> bool:
         """Tell whether machine code built for `code` runs on this GPU.
 
