@@ -33,7 +33,7 @@ from kernel_depot.wheels.fetch_problems import (
 )
 from kernel_depot.wheels.partial import Origin, Partial
 from kernel_depot.wheels.policy import FetchPolicy
-from kernel_depot.wheels.upstream import Answer, Upstream
+from kernel_depot.wheels.upstream import Answer, Upstream, check_url
 
 __all__ = ["FetchPolicy", "Fetched", "fetch"]
 
@@ -77,8 +77,7 @@ def fetch(
             return Fetched(dest, dest.stat().st_size, attempts=0, resumed_bytes=0, url=shown(url))
         dest.unlink()
     job = _Download(url, sha256, dest, policy, size, on_progress)
-    scheme = urlsplit(url).scheme if url.isprintable() else ""
-    if scheme == "file":
+    if url[:5].lower() == "file:":
         return job.copy()
     return job.download()
 
@@ -113,6 +112,7 @@ class _Download:
         return shown(self.url)
 
     def download(self) -> Fetched:
+        check_url(self.url, self.policy)
         with Partial.open(self.dest, url=self.url) as part, Upstream(self.policy) as upstream:
             try:
                 if part.size > self.limit:
@@ -242,7 +242,7 @@ class _Download:
         total = int(length) if length.isascii() and length.isdigit() else None
         if total is not None:
             self._check_length(total)
-        self.resumed = self.mark = 0
+        self.resumed = 0
         part.restart(Origin(self.url, answer.headers.get("etag"), answer.headers.get("last-modified"), total))
         return total if total is not None else self.size
 
@@ -313,10 +313,11 @@ class _Download:
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise self._unreadable(str(error)) from error
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            os.close(descriptor)
+            raise self._unreadable("not a regular file")
         with open(descriptor, "rb", buffering=0) as file:
-            facts = os.fstat(descriptor)
-            if not stat.S_ISREG(facts.st_mode):
-                raise self._unreadable("not a regular file")
             self._check_length(facts.st_size)
             with Partial.open(self.dest, url=self.url) as part:
                 try:
@@ -342,13 +343,16 @@ class _Download:
                 self._check_time()
 
     def _local_path(self) -> str:
-        parts = urlsplit(self.url)
         if not self.policy.allow_file_urls:
             raise FileUrlNotAllowed(
                 "this service does not read file: URLs",
                 where=self.where,
                 remedy="set allow_file_urls (on the command line --allow-file-urls) if you mean it",
             )
+        try:
+            parts = urlsplit(self.url)
+        except ValueError as error:
+            raise UrlRefused(f"the URL cannot be read: {error}") from error
         path = unquote(parts.path)
         if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
             raise UrlRefused(

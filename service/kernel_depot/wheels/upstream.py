@@ -8,6 +8,7 @@ certificate) and `Host`, and connections are never reused, so what was checked i
 from __future__ import annotations
 
 import email.utils
+import logging
 import ssl
 import time
 import urllib.request
@@ -65,6 +66,39 @@ class Answer:
             raise UpstreamDropped(f"the connection broke: {error}", where=shown(self.url)) from error
 
 
+def check_url(url: str, policy: FetchPolicy, *, origin: SplitResult | None = None) -> SplitResult:
+    """Check all of a URL but its host's addresses; `origin` is the URL that redirected to it.
+
+    Raise UrlRefused (RedirectRefused for a redirect) or HostNotAllowed.
+    """
+    refuse: type[FetchError] = UrlRefused if origin is None else RedirectRefused
+    try:
+        parts = urlsplit(url)
+        host, _port = parts.hostname, parts.port
+    except ValueError as error:
+        raise refuse(f"the URL cannot be read: {error}", found=shown(url)) from error
+    secure = not policy.allow_http or (origin is not None and origin.scheme == "https")
+    schemes = ("https",) if secure else ("https", "http")
+    if parts.scheme not in schemes:
+        raise refuse(
+            "the URL is not https" if origin is None else "a redirect leaves https",
+            where=shown(url if origin is None else urlunsplit(origin)),
+            expected=" or ".join(schemes),
+            found=shown(url) if origin is not None else parts.scheme or "no scheme",
+            remedy="set allow_http if this is a mirror of your own" if origin is None else None,
+        )
+    if not host or not url.isascii() or any(ord(char) <= 32 or ord(char) == 127 for char in url):
+        raise refuse("the URL has no host, or characters that no URL has", where=shown(url))
+    if parts.username is not None or parts.password is not None:
+        raise refuse(
+            "the URL carries credentials",
+            where=shown(url),
+            remedy="remove the user name and password from the URL",
+        )
+    require_host(host, policy.allowed_hosts, where=shown(url))
+    return parts
+
+
 class Upstream:
     """The connections of one download; use as a context manager."""
 
@@ -87,9 +121,9 @@ class Upstream:
         Raise UrlRefused, HostNotAllowed, AddressRefused, RedirectRefused, UpstreamUnreachable,
         UpstreamUntrusted, ProxyUnusable, DownloadTimeout or UpstreamStatus.
         """
-        current, chain = url, [shown(url)]
+        parts, chain = check_url(url, self._policy), [shown(url)]
         while True:
-            parts = self._checked(current, redirected=len(chain) > 1)
+            current = urlunsplit(parts)
             response = self._send(parts, headers)
             try:
                 if response.status_code in accept:
@@ -102,42 +136,18 @@ class Upstream:
                 response.close()
             if not target:
                 raise RedirectRefused("a redirect names no target", where=shown(current))
-            current = urljoin(current, target)
-            chain.append(shown(current))
+            try:
+                following = urljoin(current, target)
+            except ValueError as error:
+                raise RedirectRefused(f"a redirect cannot be read: {error}", where=shown(current)) from error
+            chain.append(shown(following))
             if len(chain) > self._policy.max_redirects + 1:
                 raise RedirectRefused(
                     f"more than {self._policy.max_redirects} redirects",
                     where=chain[0],
                     found=" -> ".join(chain),
                 )
-
-    def _checked(self, url: str, *, redirected: bool) -> SplitResult:
-        """Check a hop's URL, all but its address."""
-        refuse: type[FetchError] = RedirectRefused if redirected else UrlRefused
-        try:
-            parts = urlsplit(url)
-            host, _port = parts.hostname, parts.port
-        except ValueError as error:
-            raise refuse(f"the URL cannot be read: {error}", found=shown(url)) from error
-        schemes = ("https", "http") if self._policy.allow_http else ("https",)
-        if parts.scheme not in schemes:
-            raise refuse(
-                "a redirect leaves https" if redirected else "the URL is not https",
-                where=shown(url),
-                expected=" or ".join(schemes),
-                found=parts.scheme or "no scheme",
-                remedy="set allow_http if this is a mirror of your own",
-            )
-        if not host or any(ord(char) <= 32 or ord(char) == 127 for char in url):
-            raise refuse("the URL has no host or has control characters", where=shown(url))
-        if parts.username is not None or parts.password is not None:
-            raise refuse(
-                "the URL carries credentials",
-                where=shown(url),
-                remedy="remove the user name and password from the URL",
-            )
-        require_host(host, self._policy.allowed_hosts, where=shown(url))
-        return parts
+            parts = check_url(following, self._policy, origin=parts)
 
     def _send(self, parts: SplitResult, headers: Mapping[str, str]) -> httpx.Response:
         """Send one request to a checked address, or through the proxy the environment names."""
@@ -168,10 +178,15 @@ class Upstream:
         import httpx
 
         client.cookies.clear()
-        netloc = urlsplit(where).netloc
-        request = client.build_request(
-            "GET", url, headers={**headers, "Host": netloc}, extensions={"sni_hostname": host}
-        )
+        try:
+            request = client.build_request(
+                "GET",
+                url,
+                headers={**headers, "Host": urlsplit(where).netloc},
+                extensions={"sni_hostname": host},
+            )
+        except httpx.InvalidURL as error:
+            raise UrlRefused(f"the URL cannot be read: {error}", where=where) from error
         try:
             return client.send(request, stream=True)
         except httpx.ConnectTimeout as error:
@@ -206,6 +221,8 @@ class Upstream:
         if proxy in self._clients:
             return self._clients[proxy]
         policy = self._policy
+        # httpx logs each URL with its query, which is where signatures are.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         if self._trust is None:
             self._trust = httpx.create_ssl_context(trust_env=policy.trust_env)
             if policy.ca_bundle is not None:
