@@ -83,6 +83,6 @@ class PinSet:
 
     @cached_property
     def digest(self) -> str:
-        """The revision's name: SHA-256 over the canonical JSON of name and pins, free of comments and order."""
+        """The revision's name: SHA-256 of the canonical JSON of name and pins, free of comments and order."""
         pins = sorted((pin.to_json() for pin in self.pins), key=lambda members: rfc8785.dumps(members))
         return sha256_bytes(rfc8785.dumps({"name": self.name, "pins": pins}))
