@@ -199,10 +199,10 @@ def _assemble(
 
 def _artifacts(session: Session, wheels: Sequence[str]) -> list[BundleArtifact]:
     """Return all artifacts of the wheels, by path."""
-    columns: tuple[Any, ...]
-    columns = (Member.path, Member.kind, Member.sha256, Member.size, Member.wheel, Member.module)
+    columns: list[Any] = [Member.path, Member.kind, Member.sha256, Member.size, Member.wheel, Member.module]
+    columns += [Inspection.sms, Inspection.ptx]
     rows = session.connection().execute(
-        sqlalchemy.select(*columns, col(Inspection.sms), col(Inspection.ptx))
+        sqlalchemy.select(*columns)
         .outerjoin(Inspection, col(Member.sha256) == col(Inspection.sha256))
         .where(col(Member.wheel).in_(wheels), col(Member.kind).is_not(None))
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import secrets
@@ -72,7 +73,7 @@ class LocalStore:
         self._make_fans(root, {blob.sha256[:2] for blob in staged})
         self._write_marker([blob.sha256 for blob in staged])
         for blob in staged:
-            _move(blob, f"{root}/{blob.sha256[:2]}/{blob.sha256}")
+            self._move(blob, f"{root}/{blob.sha256[:2]}/{blob.sha256}")
 
     def _publish_synced(self, staged: StagedBlob, form: Form) -> None:
         root = self._roots[form]
@@ -83,8 +84,42 @@ class LocalStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        _move(staged, self._name(staged.sha256, form))
+        self._move(staged, self._name(staged.sha256, form))
         _fsync_directory(f"{root}/{staged.sha256[:2]}")
+
+    def _move(self, staged: StagedBlob, final: str) -> None:
+        """Give a staged file its public name; where that is taken by a whole file, that file stays.
+
+        Verified bytes of one digest are the same bytes, so losing a race between the look and the rename
+        replaces a file by its equal, atomically.
+        """
+        try:
+            size = os.stat(final).st_size
+        except FileNotFoundError:
+            size = -1
+        if size == staged.size:
+            os.unlink(staged.path)
+            return
+        try:
+            os.rename(staged.path, final)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._move_across(staged, final)
+
+    def _move_across(self, staged: StagedBlob, final: str) -> None:
+        """Copy a file from another file system under a private name, then move that."""
+        with self.staging() as directory:
+            copy = directory / staged.sha256
+            shutil.copyfile(staged.path, copy)
+            copy.chmod(0o444)
+            descriptor = os.open(copy, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(copy, final)
+        os.unlink(staged.path)
 
     def _make_fans(self, root: str, prefixes: Iterable[str]) -> None:
         for prefix in prefixes:
@@ -199,22 +234,6 @@ class LocalStore:
                 )
         finally:
             os.close(descriptor)
-
-
-def _move(staged: StagedBlob, final: str) -> None:
-    """Give a staged file its public name; where that is taken by a whole file, that file stays.
-
-    Verified bytes of one digest are the same bytes, so losing a race between the look and the rename
-    replaces a file by its equal, atomically.
-    """
-    try:
-        size = os.stat(final).st_size
-    except FileNotFoundError:
-        size = -1
-    if size == staged.size:
-        os.unlink(staged.path)
-        return
-    os.rename(staged.path, final)
 
 
 def _pieces(descriptor: int, file: object, start: int, end: int | None) -> Iterator[bytes]:

@@ -1,0 +1,114 @@
+"""From a wheel's bytes to staged, inspected artifacts: what happens before the catalog is told.
+
+This module and what it imports stay clear of the database, so that work on a wheel that lies on this
+machine can begin while the catalog's libraries are still being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernel_depot.bundle import ArtifactKind
+from kernel_depot.jobs.progress import Progress, Stage, Step
+from kernel_depot.pins.pin import Pin
+from kernel_depot.platform import Arch
+from kernel_depot.store.blobs import StagedBlob
+from kernel_depot.wheels.extract import Expectation, ExtractedMember, ExtractedWheel, extract
+from kernel_depot.wheels.fetch import Fetched, fetch
+from kernel_depot.wheels.inspect import Inspection, inspect
+from kernel_depot.wheels.policy import FetchPolicy
+
+_INSPECTED = frozenset({ArtifactKind.MODULE, ArtifactKind.TVM_FFI, ArtifactKind.CUBIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A verified wheel whose artifacts lie in a private directory, inspected. `wheel` are its own bytes."""
+
+    wheel: Path
+    extracted: ExtractedWheel
+    inspections: dict[str, Inspection]
+    fetched: Fetched | None
+
+    def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
+        """Return what is to be published: the distinct artifacts, and the wheel's own bytes."""
+        blobs = [
+            StagedBlob(digest, member.size, member.staged)
+            for digest, member in self.extracted.blobs.items()
+            if member.staged is not None
+        ]
+        if with_wheel:
+            blobs.append(StagedBlob(sha256, self.extracted.size, self.wheel))
+        return blobs
+
+
+def fetch_pinned(pin: Pin, url: str, *, dest: Path, policy: FetchPolicy, progress: Progress) -> Fetched:
+    """Bring a pin's file to `dest`, verified. Raise FetchError."""
+
+    def tell(done: int, total: int | None) -> None:
+        progress(Step(pin.filename, Stage.FETCHING, bytes_done=done, bytes_total=total or pin.size))
+
+    tell(0, None)
+    return fetch(url, sha256=pin.sha256, dest=dest, policy=policy, size=pin.size, on_progress=tell)
+
+
+def ready(
+    pin: Pin,
+    wheel: Path,
+    *,
+    staging: Path,
+    threads: int,
+    progress: Progress,
+    fetched: Fetched | None = None,
+    verified: bool = True,
+) -> Ready:
+    """Extract and inspect a wheel; `verified` False has its own SHA-256 checked too. Raise WheelError."""
+    totals: list[int | None] = [None, None]
+
+    def tell_totals(size: int, members: int) -> None:
+        totals[:] = [size, members]
+        tell(0, 0)
+
+    def tell(size: int, members: int) -> None:
+        progress(Step(pin.filename, Stage.EXTRACTING, size, totals[0], members, totals[1]))
+
+    arch = pin_arch(pin)
+    extracted = extract(
+        wheel,
+        staging=staging,
+        expect=Expectation(
+            filename=pin.filename,
+            sha256=None if verified else pin.sha256,
+            arch=arch,
+            record_sha256=pin.record_sha256,
+        ),
+        on_totals=tell_totals,
+        on_progress=tell,
+        threads=threads,
+    )
+    inspections = inspect_members(list(extracted.blobs.values()), arch=arch, where=pin.filename)
+    return Ready(wheel, extracted, inspections, fetched)
+
+
+def pin_arch(pin: Pin) -> Arch | None:
+    """Return the CPU a pin's wheel is built for, None when its filename says any."""
+    return None if pin.filename.endswith("-any.whl") else pin.arch
+
+
+def inspect_members(
+    members: Sequence[ExtractedMember], *, arch: Arch | None, where: str
+) -> dict[str, Inspection]:
+    """Inspect staged artifacts that carry code; by SHA-256. Raise what `wheels.inspect` raises."""
+    found: dict[str, Inspection] = {}
+    for member in members:
+        if member.kind not in _INSPECTED or member.staged is None:
+            continue
+        inspection = inspect(member.staged, kind=member.kind, arch=arch, where=f"{where}: {member.path}")
+        if inspection is not None:
+            found[member.sha256] = inspection
+    return found
+
+
+Locate = Callable[[Pin], str]
