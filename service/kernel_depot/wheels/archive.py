@@ -77,8 +77,8 @@ class ArchiveLimits:
     The ratio of a single member counts from `ratio_floor` unpacked bytes on: small text packs well.
     """
 
-    max_members: int = 250_000
-    max_directory: int = 64 << 20
+    max_members: int = 100_000
+    max_directory: int = 32 << 20
     max_member: int = 16 << 30
     max_unpacked: int = 64 << 30
     max_ratio: int = 200
@@ -227,7 +227,7 @@ def _refuse_misplaced_directory(data: Bytes, *, start: int, length: int, stop: i
             remedy="get the file again from its publisher",
         )
     actual = stop - length
-    if data[start : start + 4] != _CENTRAL_SIGNATURE and data[actual : actual + 4] == _CENTRAL_SIGNATURE:
+    if data[actual : actual + 4] == _CENTRAL_SIGNATURE:
         raise DataBeforeFirstMember(
             "something was put before the archive: its records are displaced",
             where=where,
@@ -438,7 +438,7 @@ def _read_local_headers(
     unpack = _LOCAL.unpack_from
     room = directory.start - _LOCAL.size
     expected = 0
-    for index, following in zip(order, [*order[1:], None], strict=True):
+    for index, following in zip(order, [*order[1:], None], strict=False):
         entry = entries[index]
         header = entry.header
         if header != expected:

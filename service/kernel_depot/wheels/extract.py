@@ -34,7 +34,7 @@ from kernel_depot.wheels.metadata import WheelName, check_arch, check_metadata, 
 from kernel_depot.wheels.record import RecordRow, check_digest, check_listing, read_record
 from kernel_depot.wheels.unpack import PIECE, read_whole, unpack
 
-_MAX_LISTING = 64 << 20  # RECORD and METADATA are read whole
+_MAX_LISTING = 32 << 20  # RECORD and METADATA are read whole
 _BATCH_BYTES = 8 << 20  # members are handed to threads in batches of about this size
 _MEMBER_COST = 16 << 10  # what a member costs besides its bytes, as bytes
 _HASH_PIECE = 8 << 20

@@ -39,7 +39,8 @@ def read_record(data: bytes, *, where: str) -> dict[str, RecordRow]:
     """
     rows: dict[str, RecordRow] = {}
     try:
-        for fields in csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True):
+        lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="")
+        for fields in csv.reader(lines, strict=True):
             if not fields:
                 continue
             if len(fields) != 3 or not fields[0]:
