@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 
-from kernel_depot.catalog import leases
-from kernel_depot.catalog.database import check_schema, open_database, upgrade
+from kernel_depot.catalog import leases, record
+from kernel_depot.catalog.database import check_schema, open_database, upgrade, writing
 from kernel_depot.settings import Settings
 from kernel_depot.store.blobs import Store
 from kernel_depot.store.location import open_store
@@ -52,7 +52,11 @@ def open_depot(settings: Settings, *, store: Store | None = None) -> Depot:
     )
     depot.incoming.mkdir(parents=True, exist_ok=True)
     leases.remove_dead(engine)
-    depot.store.recover()
+    recovery = depot.store.recover()
+    if recovery.dropped_forms:
+        with writing(engine) as session:
+            for sha256 in recovery.dropped_forms:
+                record.record_zstd(session, sha256, state="pending")
     depot.store.settle(older_than=_WRITTEN_BACK)
     for path in depot.incoming.iterdir():
         with suppress(FileNotFoundError):

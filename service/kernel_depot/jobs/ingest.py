@@ -6,9 +6,10 @@ machine can begin while the catalog's libraries are still being imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 
 from kernel_depot.bundle import ArtifactKind
 from kernel_depot.jobs.progress import Progress, Stage, Step
@@ -20,6 +21,7 @@ from kernel_depot.wheels.fetch import Fetched, fetch
 from kernel_depot.wheels.inspect import Inspection, inspect
 from kernel_depot.wheels.policy import FetchPolicy
 
+_extracting = Semaphore(1)  # one wheel at a time: each uses all threads, and memory is bounded by the wheel
 _INSPECTED = frozenset({ArtifactKind.MODULE, ArtifactKind.TVM_FFI, ArtifactKind.CUBIN})
 
 
@@ -75,20 +77,21 @@ def ready(
         progress(Step(pin.filename, Stage.EXTRACTING, size, totals[0], members, totals[1]))
 
     arch = pin_arch(pin)
-    extracted = extract(
-        wheel,
-        staging=staging,
-        expect=Expectation(
-            filename=pin.filename,
-            sha256=None if verified else pin.sha256,
-            arch=arch,
-            record_sha256=pin.record_sha256,
-        ),
-        on_totals=tell_totals,
-        on_progress=tell,
-        threads=threads,
-    )
-    inspections = inspect_members(list(extracted.blobs.values()), arch=arch, where=pin.filename)
+    with _extracting:
+        extracted = extract(
+            wheel,
+            staging=staging,
+            expect=Expectation(
+                filename=pin.filename,
+                sha256=None if verified else pin.sha256,
+                arch=arch,
+                record_sha256=pin.record_sha256,
+            ),
+            on_totals=tell_totals,
+            on_progress=tell,
+            threads=threads,
+        )
+        inspections = inspect_members(list(extracted.blobs.values()), arch=arch, where=pin.filename)
     return Ready(wheel, extracted, inspections, fetched)
 
 
@@ -109,6 +112,3 @@ def inspect_members(
         if inspection is not None:
             found[member.sha256] = inspection
     return found
-
-
-Locate = Callable[[Pin], str]

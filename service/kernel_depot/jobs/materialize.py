@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Semaphore
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,8 +25,6 @@ __all__ = ["Depot", "materialize_pin_set", "materialize_pin_sets", "materialize_
 
 _PARALLEL_WHEELS = 4  # downloads at a time; extraction is one wheel at a time, it uses all threads itself
 _POLL = (0.1, 1.0)  # seconds between looks at a wheel that another process is bringing: first, longest
-
-_extracting = Semaphore(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +222,7 @@ def _bring(
     if wheel is None:
         fetched = _fetch(depot, pin, progress)
         wheel = fetched.path
-    with _extracting, depot.store.staging() as staging:
+    with depot.store.staging() as staging:
         try:
             work = ready(
                 pin,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -33,11 +33,12 @@ class StagedBlob:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What `recover` found after a crash: private names removed, blobs re-hashed, torn blobs dropped."""
+    """What `recover` found after a crash: private names removed, files re-hashed, torn ones dropped."""
 
     removed: int = 0
     rehashed: int = 0
-    dropped: tuple[str, ...] = field(default=())
+    dropped: tuple[str, ...] = ()
+    dropped_forms: tuple[str, ...] = ()
 
 
 class Store(Protocol):
@@ -57,8 +58,8 @@ class Store(Protocol):
     def publish(self, staged: StagedBlob, *, form: Form = Form.IDENTITY) -> None:
         """Publish one file and consume it. The size of a zstd form is that of the form."""
 
-    def publish_many(self, staged: Sequence[StagedBlob]) -> None:
-        """Publish many identity blobs and consume their files; each appears whole or not at all."""
+    def publish_many(self, staged: Sequence[StagedBlob], *, form: Form = Form.IDENTITY) -> None:
+        """Publish many files and consume them; each appears whole or not at all."""
 
     def has(self, sha256s: Iterable[str], *, form: Form = Form.IDENTITY) -> set[str]:
         """Return those digests whose bytes the store holds."""

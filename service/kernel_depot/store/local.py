@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from kernel_depot.digest import is_sha256, sha256_file
@@ -63,15 +64,15 @@ class LocalStore:
         """Publish one file: fsync, then an atomic link."""
         self._publish_synced(staged, form)
 
-    def publish_many(self, staged: Sequence[StagedBlob]) -> None:
+    def publish_many(self, staged: Sequence[StagedBlob], *, form: Form = Form.IDENTITY) -> None:
         """Publish a batch under one marker instead of one fsync a file."""
         if len(staged) <= _SMALL_BATCH:
             for blob in staged:
-                self._publish_synced(blob, Form.IDENTITY)
+                self._publish_synced(blob, form)
             return
-        root = self._roots[Form.IDENTITY]
+        root = self._roots[form]
         self._make_fans(root, {blob.sha256[:2] for blob in staged})
-        self._write_marker([blob.sha256 for blob in staged])
+        self._write_marker([blob.sha256 for blob in staged], form)
         for blob in staged:
             self._move(blob, f"{root}/{blob.sha256[:2]}/{blob.sha256}")
 
@@ -127,12 +128,12 @@ class LocalStore:
                 os.makedirs(fan, exist_ok=True)
                 self._fans.add(fan)
 
-    def _write_marker(self, sha256s: Sequence[str]) -> None:
+    def _write_marker(self, sha256s: Sequence[str], form: Form) -> None:
         """Say, on the disk, which digests this boot publishes before their bytes are on the disk."""
         marker = self._unsynced / f"{boot_id()}.{secrets.token_hex(8)}.json"
         private = self._tmp / f"{process_name()}.marker"
         with private.open("w") as file:
-            json.dump({"boot": boot_id(), "sha256": list(sha256s)}, file)
+            json.dump({"form": form.value, "sha256": list(sha256s)}, file)
             file.flush()
             os.fsync(file.fileno())
         private.rename(marker)
@@ -164,7 +165,7 @@ class LocalStore:
             raise BlobMissing(
                 "the store does not hold these bytes", where=self.location, expected=f"sha256:{sha256}"
             ) from None
-        return _pieces(file.fileno(), file, start, end)
+        return _pieces(file, start, end)
 
     def delete(self, sha256: str, *, form: Form = Form.IDENTITY) -> None:
         """Unlink the file; whoever has it open keeps its bytes."""
@@ -187,24 +188,36 @@ class LocalStore:
         """Remove dead processes' private names; re-hash what an earlier boot may have torn."""
         removed = sum(_remove(entry) for entry in os.scandir(self._tmp) if _is_left(entry))
         rehashed = 0
-        dropped: list[str] = []
+        dropped: dict[Form, list[str]] = {form: [] for form in Form}
         for marker in sorted(self._unsynced.iterdir()):
             if marker.name.partition(".")[0] == boot_id():
                 continue
             try:
-                sha256s = json.loads(marker.read_text())["sha256"]
+                batch = json.loads(marker.read_text())
             except FileNotFoundError:  # another opener was faster
                 continue
-            for sha256 in sha256s:
-                path = Path(self._name(sha256, Form.IDENTITY))
-                with suppress(FileNotFoundError):
-                    rehashed += 1
-                    if sha256_file(path) != sha256:
-                        path.unlink()
-                        dropped.append(sha256)
+            form = Form(batch["form"])
+            for sha256 in batch["sha256"]:
+                whole = self._is_whole(sha256, form)
+                rehashed += whole is not None
+                if whole is False:
+                    self.delete(sha256, form=form)
+                    dropped[form].append(sha256)
             self._sync()
             marker.unlink(missing_ok=True)
-        return Recovery(removed, rehashed, tuple(dropped))
+        return Recovery(removed, rehashed, tuple(dropped[Form.IDENTITY]), tuple(dropped[Form.ZSTD]))
+
+    def _is_whole(self, sha256: str, form: Form) -> bool | None:
+        """Tell whether a file holds what its name says, None when there is none."""
+        path = Path(self._name(sha256, form))
+        try:
+            if form is Form.IDENTITY:
+                return sha256_file(path) == sha256
+            from kernel_depot.store.zstd_forms import decodes_to
+
+            return decodes_to(self.read(sha256, form=form), sha256)
+        except (FileNotFoundError, BlobMissing):
+            return None
 
     def settle(self, *, older_than: float = 0.0) -> None:
         """Write this boot's batches to the disk with syncfs(2) and take their markers away.
@@ -236,17 +249,17 @@ class LocalStore:
             os.close(descriptor)
 
 
-def _pieces(descriptor: int, file: object, start: int, end: int | None) -> Iterator[bytes]:
-    """Yield pieces of an open file; `file` keeps the descriptor open until the last one."""
+def _pieces(file: FileIO, start: int, end: int | None) -> Iterator[bytes]:
+    """Yield pieces of an open file, closed after the last one or with the iterator."""
     position = start
-    while end is None or position < end:
-        wanted = PIECE if end is None else min(PIECE, end - position)
-        piece = os.pread(descriptor, wanted, position)
-        if not piece:
-            break
-        position += len(piece)
-        yield piece
-    del file
+    with file:
+        while end is None or position < end:
+            wanted = PIECE if end is None else min(PIECE, end - position)
+            piece = os.pread(file.fileno(), wanted, position)
+            if not piece:
+                break
+            position += len(piece)
+            yield piece
 
 
 def _is_left(entry: os.DirEntry[str]) -> bool:

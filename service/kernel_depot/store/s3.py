@@ -91,10 +91,10 @@ class S3Store:
             raise self._unreachable(error) from error
         staged.path.unlink(missing_ok=True)
 
-    def publish_many(self, staged: Sequence[StagedBlob]) -> None:
+    def publish_many(self, staged: Sequence[StagedBlob], *, form: Form = Form.IDENTITY) -> None:
         """Publish in parallel; returns when every object is there."""
         with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="publish") as pool:
-            for _ in pool.map(self.publish, staged):
+            for _ in pool.map(lambda blob: self.publish(blob, form=form), staged):
                 pass
 
     def has(self, sha256s: Iterable[str], *, form: Form = Form.IDENTITY) -> set[str]:

@@ -1,0 +1,112 @@
+"""Materialize pin set files in this process, as quickly as the machine allows.
+
+The catalog's libraries take most of a second to import. Wheels that lie on this machine are extracted
+meanwhile: that needs no catalog, and the store itself says when a wheel is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kernel_depot.jobs.ingest import Ready, fetch_pinned, ready
+from kernel_depot.jobs.progress import Progress
+from kernel_depot.pins.document import read_pin_set
+from kernel_depot.pins.pin import Pin, PinSet, UrlOrigin
+from kernel_depot.platform import Arch, CudaTag
+from kernel_depot.settings import Settings
+from kernel_depot.store.blobs import Store
+from kernel_depot.store.location import open_store
+
+if TYPE_CHECKING:
+    from kernel_depot.jobs.materialize import MaterializeReport
+
+
+def materialize_files(
+    settings: Settings,
+    paths: Sequence[Path],
+    *,
+    cuda: str,
+    arch: str,
+    progress: Progress,
+) -> MaterializeReport:
+    """Read pin set files and bring the selected wheels in; `cuda` and `arch` may be `all`.
+
+    Raise PinSetInvalid, PlatformError, CatalogError, StoreError; a wheel's failure is in the report.
+    """
+    cudas = None if cuda == "all" else {CudaTag.parse(cuda)}
+    archs = None if arch == "all" else {Arch.parse(arch)}
+    pin_sets = [read_pin_set(path, allow_file_urls=settings.allow_file_urls) for path in paths]
+    store = open_store(settings.store_location, staging_dir=settings.data_dir.absolute() / "outgoing")
+    with _ahead(settings, store, _local_pin(pin_sets, cudas, archs), progress) as begun:
+        from kernel_depot.jobs.materialize import materialize_pin_sets, open_depot
+
+        depot = open_depot(settings, store=store)
+        try:
+            return materialize_pin_sets(
+                depot, pin_sets, cuda=cudas, arch=archs, progress=progress, ahead=begun.take
+            )
+        finally:
+            depot.close()
+
+
+def _local_pin(pin_sets: Sequence[PinSet], cudas: set[CudaTag] | None, archs: set[Arch] | None) -> Pin | None:
+    """Return the first selected pin whose file lies on this machine."""
+    for pin_set in pin_sets:
+        for pin in pin_set.pins:
+            if (
+                isinstance(pin.origin, UrlOrigin)
+                and pin.origin.url.startswith("file:")
+                and (cudas is None or pin.cuda in cudas)
+                and (archs is None or pin.arch in archs)
+            ):
+                return pin
+    return None
+
+
+class _Begun:
+    """Work on one wheel under way in a thread; handed out once."""
+
+    def __init__(self, pin: Pin | None, work: Future[Ready] | None) -> None:
+        self._pin = pin
+        self._work = work
+
+    def take(self, pin: Pin) -> Ready | None:
+        """Wait for the work on `pin` and return it, None when there is none. Raise what it raised."""
+        if self._work is None or self._pin is None or pin.sha256 != self._pin.sha256:
+            return None
+        work, self._work = self._work, None
+        return work.result()
+
+
+@contextmanager
+def _ahead(settings: Settings, store: Store, pin: Pin | None, progress: Progress) -> Iterator[_Begun]:
+    """Begin the work on `pin`, unless the store has it; its private files live as long as the block."""
+    if pin is None or store.size(pin.sha256) is not None:
+        yield _Begun(None, None)
+        return
+    with ExitStack() as stack:
+        staging = stack.enter_context(store.staging())
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ahead"))
+        yield _Begun(pin, pool.submit(_begin, settings, pin, staging, progress))
+
+
+def _begin(settings: Settings, pin: Pin, staging: Path, progress: Progress) -> Ready:
+    fetched = fetch_pinned(
+        pin,
+        str(pin.origin),
+        dest=staging / f"{pin.sha256}.whl",
+        policy=settings.fetch_policy(),
+        progress=progress,
+    )
+    return ready(
+        pin,
+        fetched.path,
+        staging=staging,
+        threads=settings.extract_threads,
+        progress=progress,
+        fetched=fetched,
+    )
