@@ -125,6 +125,12 @@ def kept(engine: Engine, lease: Acquired, *, seconds: float) -> Iterator[None]:
         release(engine, lease)
 
 
+def is_live(session: Session, key: str) -> bool:
+    """Tell whether someone who may be alive holds the lease."""
+    lease = session.exec(select(Lease).where(Lease.key == key)).one_or_none()
+    return lease is not None and lease.expires_at >= _moment(session) and not is_dead(lease.owner)
+
+
 def remove_dead(engine: Engine) -> int:
     """Remove the leases of processes of this machine that are gone; return how many."""
     with reading(engine) as session:

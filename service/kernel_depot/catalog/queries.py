@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import func, or_, tuple_
 from sqlmodel import Session, col, select
 
+import kernel_depot.pins.pin as pins
 from kernel_depot.catalog.tables import (
     Blob,
     BundleRow,
@@ -23,7 +24,6 @@ from kernel_depot.catalog.tables import (
     Wheel,
     WheelFailure,
 )
-from kernel_depot.pins import pin as pins
 from kernel_depot.platform import Arch, CudaTag, Sm
 
 _CHUNK = 5000  # parameters a statement; SQLite takes 32,766, PostgreSQL 65,535

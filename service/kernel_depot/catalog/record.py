@@ -12,6 +12,7 @@ from sqlalchemy import delete, insert, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, SQLModel, col, select
 
+import kernel_depot.pins.pin as pins
 from kernel_depot.catalog.tables import (
     Blob,
     Inspection,
@@ -24,7 +25,6 @@ from kernel_depot.catalog.tables import (
     Wheel,
     WheelFailure,
 )
-from kernel_depot.pins import pin as pins
 from kernel_depot.wheels.extract import ExtractedWheel
 from kernel_depot.wheels.inspect import Inspection as Inspected
 
