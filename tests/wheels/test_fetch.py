@@ -816,6 +816,13 @@ def test_the_environment_names_the_authority(
     assert fetch(secure.url, sha256=SHA256, dest=tmp_path / "w", policy=policy).size == len(BODY)
 
 
+def test_an_unusable_bundle_is_named(secure: Server, tmp_path: Path) -> None:
+    (tmp_path / "not.pem").write_text("no certificate")
+    for bundle in (tmp_path / "absent.pem", tmp_path / "not.pem"):
+        with pytest.raises(problems.CaBundleUnusable):
+            fetch(secure.url, sha256=SHA256, dest=tmp_path / "w", policy=replace(POLICY, ca_bundle=bundle))
+
+
 def test_a_redirect_never_leaves_https(
     secure: Server, server: Server, trusting: FetchPolicy, tmp_path: Path
 ) -> None:
