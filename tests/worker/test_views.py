@@ -106,9 +106,39 @@ def test_one_provider_for_each_set_of_architectures(upstream: Any, make_bundle: 
         " for p in jit.get_jit_cache_providers()]))"
     )
     assert python(code, path=cache.current / "flashinfer") == [
-        ["kernel-depot-sm80-sm90a", ["sm80", "sm90a"], ["norm"]],
-        ["kernel-depot-sm90", ["sm90"], ["page"]],
-        ["kernel-depot-sm90a", ["sm90a"], ["gdn_prefill_sm90", "single_decode"]],
+        ["kernel-depot-jit_cache-sm80-sm90a", ["sm80", "sm90a"], ["norm"]],
+        ["kernel-depot-jit_cache-sm90", ["sm90"], ["page"]],
+        ["kernel-depot-jit_cache-sm90a", ["sm90a"], ["gdn_prefill_sm90", "single_decode"]],
+    ]
+
+
+def test_wheels_for_one_gpu_each_keep_their_modules_apart(
+    upstream: Any, make_bundle: Any, tmp_path: Path
+) -> None:
+    """From 0.7 on: a shim and a wheel for each GPU, in which the same module stands under its own name."""
+    names = ("flashinfer_jit_cache_sm100a", "flashinfer_jit_cache", "flashinfer_jit_cache_sm90a")
+    files = {
+        f"{name}/jit_cache/norm/norm.so": name.encode() for name in names if name != "flashinfer_jit_cache"
+    }
+    bundle = make_bundle(upstream, files, wheels=[(name, "0.7.4+cu130") for name in names])
+    from kernel_depot.bundle import ArtifactKind
+
+    artifacts = tuple(
+        replace(artifact, kind=ArtifactKind.MODULE, module="norm", sms=(sm,))
+        for artifact, sm in zip(bundle.artifacts, ("sm_100a", "sm_90a"), strict=True)
+    )
+    upstream.publish(replace(bundle, artifacts=artifacts))
+    cache = Cache(tmp_path)
+    run(upstream, cache)
+    code = """
+import json, flashinfer_jit_cache as jit
+from pathlib import Path
+print(json.dumps([[p.cuda_architectures, Path(p.jit_cache_dir, "norm", "norm.so").read_text()]
+                  for p in jit.get_jit_cache_providers()]))
+"""
+    assert python(code, path=cache.current / "flashinfer") == [
+        [["sm100a"], "flashinfer_jit_cache_sm100a"],
+        [["sm90a"], "flashinfer_jit_cache_sm90a"],
     ]
 
 
