@@ -25,6 +25,12 @@ def _indexes() -> dict[str, str]:
     }
 
 
+def _ca_bundle() -> Path | None:
+    """Return what other clients of this machine are told to trust; httpx itself reads SSL_CERT_FILE."""
+    value = os.environ.get("REQUESTS_CA_BUNDLE")
+    return Path(value) if value else None
+
+
 class Settings(BaseSettings):
     """What an administrator can set, each as KERNEL_DEPOT_<NAME>. Sizes are bytes, times seconds."""
 
@@ -46,7 +52,10 @@ class Settings(BaseSettings):
     fetch_connect_timeout: float = Field(default=15.0, gt=0)
     fetch_read_timeout: float = Field(default=60.0, gt=0)
     fetch_total_timeout: float = Field(default=4 * 3600.0, gt=0)
-    ca_bundle: Path | None = Field(default=None, description="CAs to trust beside the system's.")
+    ca_bundle: Path | None = Field(
+        default_factory=_ca_bundle,
+        description="File or directory of CAs to trust beside the usual ones; default REQUESTS_CA_BUNDLE.",
+    )
 
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a dead process can block others.")
     extract_threads: int = Field(default_factory=lambda: min(os.cpu_count() or 2, 8), gt=0)

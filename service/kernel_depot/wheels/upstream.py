@@ -227,8 +227,11 @@ class Upstream:
         if self._trust is None:
             try:
                 self._trust = httpx.create_ssl_context(trust_env=policy.trust_env)
-                if policy.ca_bundle is not None:
-                    self._trust.load_verify_locations(cafile=policy.ca_bundle)
+                bundle = policy.ca_bundle
+                if bundle is not None and bundle.is_dir():
+                    self._trust.load_verify_locations(capath=bundle)
+                elif bundle is not None:
+                    self._trust.load_verify_locations(cafile=bundle)
             except OSError as error:
                 raise CaBundleUnusable(
                     f"the CA bundle cannot be used: {error}",
