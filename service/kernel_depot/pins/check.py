@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from kernel_depot.pins.consistency import Placed, hash_conflicts
+from kernel_depot.pins.consistency import Place, Placed, hash_conflicts
 from kernel_depot.pins.document import examine_file
 from kernel_depot.pins.pin import PinSet
 from kernel_depot.pins.problem import PinProblem, PinSetUnreadable
@@ -24,8 +24,6 @@ def check(paths: Iterable[Path], *, allow_file_urls: bool = False) -> list[PinPr
         problems.extend(sorted(found, key=lambda problem: problem.line or 0))
         if pin_set is not None:
             sets.append(pin_set)
-    within = [
-        Placed(pin=pin, file=item.origin, table=pin.table, line=None) for item in sets for pin in item.pins
-    ]
-    problems.extend(hash_conflicts(within))
+    together = [Placed(pin, Place(item.origin, pin.table, None)) for item in sets for pin in item.pins]
+    problems.extend(hash_conflicts(together))
     return problems

@@ -20,29 +20,46 @@ _TVM_FFI_RANGES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A pin and where it stands."""
+class Place:
+    """Where a pin stands."""
 
-    pin: Pin
     file: str
     table: str
     line: int | None
 
     def problem(self, code: str, message: str, severity: Severity = Severity.ERROR) -> PinProblem:
-        """Return a finding at this pin's place."""
+        """Return a finding at this place."""
         return PinProblem(self.file, self.table, self.line, code, message, severity)
 
     def __str__(self) -> str:
         return f"[{self.table}] in {self.file}" + (f" line {self.line}" if self.line else "")
 
 
-def set_problems(placed: Sequence[Placed]) -> list[PinProblem]:
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A pin and its place."""
+
+    pin: Pin
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A platform for which a project has a table, whether or not the pin in it can be read."""
+
+    project: str
+    cuda: str
+    arch: str
+    place: Place
+
+
+def set_problems(placed: Sequence[Placed], slots: Sequence[Slot]) -> list[PinProblem]:
     """Find what is wrong between the pins of one set."""
     return [
         *hash_conflicts(placed),
         *_same_place(placed),
         *_versions(placed),
-        *_gaps(placed),
+        *_gaps(slots),
         *_tvm_ffi_range(placed),
     ]
 
@@ -55,9 +72,10 @@ def hash_conflicts(placed: Iterable[Placed]) -> list[PinProblem]:
         other = first.setdefault(item.pin.filename, item)
         if other.pin.sha256 != item.pin.sha256:
             problems.append(
-                item.problem(
+                item.place.problem(
                     "hash-conflict",
-                    f"{item.pin.filename} has sha256 {item.pin.sha256} here, {other.pin.sha256} at {other}",
+                    f"{item.pin.filename} has sha256 {item.pin.sha256} here, "
+                    f"{other.pin.sha256} at {other.place}",
                 )
             )
     return problems
@@ -73,7 +91,9 @@ def _same_place(placed: Sequence[Placed]) -> list[PinProblem]:
         other = first.setdefault(key, item)
         if other is not item:
             what = f"{pin.project} for {pin.cuda} {pin.arch}" + (f" {pin.sm}" if pin.sm else "")
-            problems.append(item.problem("duplicate-pin", f"{what} is pinned twice, first at {other}"))
+            problems.append(
+                item.place.problem("duplicate-pin", f"{what} is pinned twice, first at {other.place}")
+            )
     return problems
 
 
@@ -85,24 +105,23 @@ def _versions(placed: Sequence[Placed]) -> list[PinProblem]:
         other = first.setdefault(item.pin.project, item)
         here, there = Version(item.pin.version).public, Version(other.pin.version).public
         if here != there:
-            message = f"{item.pin.project} is version {here} here and {there} at {other}"
-            problems.append(item.problem("mixed-versions", message))
+            message = f"{item.pin.project} is version {here} here and {there} at {other.place}"
+            problems.append(item.place.problem("mixed-versions", message))
     return problems
 
 
-def _gaps(placed: Sequence[Placed]) -> list[PinProblem]:
+def _gaps(slots: Sequence[Slot]) -> list[PinProblem]:
     """Find platforms for which one project of the set is pinned and another is not."""
-    platforms: dict[tuple[str, str], dict[str, Placed]] = defaultdict(dict)
-    projects: dict[str, Placed] = {}
-    for item in placed:
-        platforms[(str(item.pin.cuda), str(item.pin.arch))].setdefault(item.pin.project, item)
-        projects.setdefault(item.pin.project, item)
+    platforms: dict[tuple[str, str], set[str]] = defaultdict(set)
+    first: dict[str, Place] = {}
+    for slot in slots:
+        platforms[(slot.cuda, slot.arch)].add(slot.project)
+        first.setdefault(slot.project, slot.place)
     problems: list[PinProblem] = []
     for (cuda, arch), present in sorted(platforms.items()):
-        for project in sorted(projects.keys() - present.keys()):
-            having = ", ".join(sorted(present))
-            message = f"{project} is not pinned for {cuda} {arch}, where {having} is"
-            problems.append(projects[project].problem("platform-gap", message))
+        for project in sorted(first.keys() - present):
+            message = f"{project} is not pinned for {cuda} {arch}, where {', '.join(sorted(present))} is"
+            problems.append(first[project].problem("platform-gap", message))
     return problems
 
 
@@ -126,5 +145,5 @@ def _tvm_ffi_range(placed: Sequence[Placed]) -> list[PinProblem]:
                         f"apache-tvm-ffi {item.pin.version} is outside what flashinfer-python {flashinfer} "
                         f"declares ({wanted})"
                     )
-                    problems.append(item.problem("tvm-ffi-range", message, Severity.WARNING))
+                    problems.append(item.place.problem("tvm-ffi-range", message, Severity.WARNING))
     return problems

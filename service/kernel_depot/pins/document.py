@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from kernel_depot.digest import is_sha256
-from kernel_depot.pins.consistency import Placed, set_problems
+from kernel_depot.pins.consistency import Place, Placed, Slot, set_problems
 from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, UrlOrigin
 from kernel_depot.pins.positions import KeyPath, line_of, positions
 from kernel_depot.pins.problem import PinProblem, PinSetInvalid, PinSetUnreadable, Severity
@@ -65,7 +65,7 @@ def pin_set_from_json(document: object, *, name: str, origin: str, allow_file_ur
     else:
         reader.note((), "not-a-table", "a pin set is an object of projects")
         placed = []
-    problems = [*reader.problems, *set_problems(placed)]
+    problems = [*reader.problems, *set_problems(placed, reader.slots)]
     if any(problem.severity is Severity.ERROR for problem in problems):
         raise PinSetInvalid(problems, origin=origin)
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
@@ -121,7 +121,7 @@ def examine_text(
             PinProblem(origin, ".".join(CARGO_PATH), None, "no-pins", "this Cargo.toml carries no pins")
         ]
     placed = reader.read(_spread_flat(pinned) if cargo else pinned)
-    problems = [*reader.problems, *set_problems(placed)]
+    problems = [*reader.problems, *set_problems(placed, reader.slots)]
     if any(problem.severity is Severity.ERROR for problem in problems):
         return None, problems
     pins = tuple(item.pin for item in placed)
@@ -137,9 +137,11 @@ class _Reader:
     root: KeyPath
     allow_file_urls: bool
     problems: list[PinProblem] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
 
     def note(self, path: KeyPath, code: str, message: str) -> None:
-        table = ".".join(str(part) for part in path if part not in PIN_KEYS) or None
+        depth = 4 if len(path) > 3 and isinstance(path[3], int) else 3
+        table = ".".join(str(part) for part in path[:depth]) or None
         line = line_of(self.lines, self.root + path)
         self.problems.append(PinProblem(self.origin, table, line, code, message))
 
@@ -174,7 +176,6 @@ class _Reader:
                         self.note(path, "not-a-table", "expected one table, or an array of tables, of a pin")
 
     def _pin(self, path: KeyPath, table: dict[str, Any]) -> Placed | None:
-        before = len(self.problems)
         project, tag, arch_word = str(path[0]), str(path[1]), str(path[2])
         cuda = self._word(path[:2], "bad-cuda", CudaTag.parse, tag)
         arch = self._word(path[:3], "bad-arch", Arch.parse, arch_word)
@@ -189,12 +190,14 @@ class _Reader:
         size = self._size(path, table)
         origin = self._origin(path, table, filename)
         version = self._filename(path, filename, project=project, cuda=cuda, arch=arch)
-        if len(self.problems) > before or cuda is None or arch is None or filename is None:
+        if cuda is not None and arch is not None:
+            self.slots.append(Slot(_normal(project), str(cuda), str(arch), self._place(path)))
+        if cuda is None or arch is None or filename is None or sha256 is None:
             return None
-        if sha256 is None or origin is None or version is None:
+        if origin is None or version is None:
             return None
         pin = Pin(
-            project=canonicalize_name(project).replace("-", "_"),
+            project=_normal(project),
             version=version,
             filename=filename,
             sha256=sha256,
@@ -205,12 +208,11 @@ class _Reader:
             size=size,
             record_sha256=record_sha256,
         )
-        return Placed(
-            pin=pin,
-            file=self.origin,
-            table=".".join(str(part) for part in path),
-            line=line_of(self.lines, self.root + path),
-        )
+        return Placed(pin, self._place(path))
+
+    def _place(self, path: KeyPath) -> Place:
+        table = ".".join(str(part) for part in path)
+        return Place(self.origin, table, line_of(self.lines, self.root + path))
 
     def _word(self, path: KeyPath, code: str, parse: Any, word: str) -> Any:
         try:
@@ -325,6 +327,10 @@ class _Reader:
                     f"version {version} is built for {built}, which the table's {cuda} cannot run",
                 )
         return str(version)
+
+
+def _normal(project: str) -> str:
+    return canonicalize_name(project).replace("-", "_")
 
 
 def _spread_flat(pinned: dict[str, Any]) -> dict[str, Any]:
