@@ -181,7 +181,7 @@ def artifacts(
         .where(col(Member.kind).is_not(None))
     )
     if project is not None:
-        query = query.where(Wheel.project == project)
+        query = query.where(Wheel.project == pins.project_word(project))
     if module is not None:
         query = query.where(Member.module == module)
     if kind is not None:

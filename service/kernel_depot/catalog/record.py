@@ -110,7 +110,7 @@ def record_wheel(
             {
                 "sha256": sha256,
                 "filename": wheel.filename,
-                "project": wheel.project,
+                "project": pins.project_word(wheel.project),
                 "version": wheel.version,
                 "arch": arch,
                 "size": wheel.size,

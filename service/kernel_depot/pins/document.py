@@ -15,7 +15,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 
 from kernel_depot.digest import is_sha256
 from kernel_depot.pins.consistency import Place, Placed, Slot, set_problems
-from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, UrlOrigin
+from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, UrlOrigin, project_word
 from kernel_depot.pins.positions import KeyPath, line_of, positions
 from kernel_depot.pins.problem import PinProblem, PinSetInvalid, PinSetUnreadable, Severity
 from kernel_depot.platform import Arch, CudaTag, PlatformError, Sm
@@ -107,7 +107,7 @@ def examine_text(
     """Read TOML text and return the set, or None when it has errors, with all findings."""
     try:
         document: Document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:  # too many brackets within each other
         match = re.search(r"at line (\d+)", str(error))
         line = int(match[1]) if match else None
         return None, [PinProblem(origin, None, line, "toml-syntax", str(error))]
@@ -191,13 +191,13 @@ class _Reader:
         origin = self._origin(path, table, filename)
         version = self._filename(path, filename, project=project, cuda=cuda, arch=arch)
         if cuda is not None and arch is not None:
-            self.slots.append(Slot(_normal(project), str(cuda), str(arch), self._place(path)))
+            self.slots.append(Slot(project_word(project), str(cuda), str(arch), self._place(path)))
         if cuda is None or arch is None or filename is None or sha256 is None:
             return None
         if origin is None or version is None:
             return None
         pin = Pin(
-            project=_normal(project),
+            project=project_word(project),
             version=version,
             filename=filename,
             sha256=sha256,
@@ -327,10 +327,6 @@ class _Reader:
                     f"version {version} is built for {built}, which the table's {cuda} cannot run",
                 )
         return str(version)
-
-
-def _normal(project: str) -> str:
-    return canonicalize_name(project).replace("-", "_")
 
 
 def _spread_flat(pinned: dict[str, Any]) -> dict[str, Any]:
