@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -118,3 +121,31 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(server: Server) -> httpx.Client:
     """Open a client without a token."""
     return server.client()
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[Depot], AbstractContextManager[Server]]:
+    """Return the context manager that serves a depot."""
+    return serving
+
+
+@pytest.fixture
+def run_documented() -> Callable[[str, Path, dict[str, str]], None]:
+    """Return a function that runs the shell blocks of a page of docs/ in order."""
+    docs = Path(__file__).parents[2] / "docs"
+
+    def run(page: str, folder: Path, variables: dict[str, str]) -> None:
+        blocks = re.findall(r"^```sh\n(.*?)^```$", (docs / page).read_text(), re.MULTILINE | re.DOTALL)
+        assert blocks
+        for block in blocks:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block],
+                cwd=folder,
+                env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8", **variables},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+
+    return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import Depends, FastAPI
 
@@ -44,9 +45,25 @@ _TAGS = [
 ]
 
 
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """Describe the API: what the framework knows, with our one shape of failure in place of its own."""
+        if self.openapi_schema is None:
+            document = super().openapi()
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            schemas["Problem"] = problems.Problem.model_json_schema()
+            for operations in document["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+        assert self.openapi_schema is not None
+        return self.openapi_schema
+
+
 def create_app(depot: Depot) -> FastAPI:
     """Return the ASGI application that serves `depot`."""
-    app = FastAPI(
+    app = _Application(
         title="Kernel Depot",
         summary="Build-and-artifact manager for GPU kernel binaries",
         description=DESCRIPTION,

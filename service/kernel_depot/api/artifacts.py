@@ -7,6 +7,7 @@ import binascii
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from packaging.utils import canonicalize_name
 from pydantic import BaseModel, Field
 
 from kernel_depot.api.auth import Reader, ScopeInsufficient, TokenMissing, TokenRefused
@@ -111,7 +112,7 @@ def list_artifacts(
     with reading(depot.engine) as session:
         page = queries.artifacts(
             session,
-            project=project,
+            project=canonicalize_name(project) if project is not None else None,
             module=module,
             kind=kind.value if kind is not None else None,
             cuda=CudaTag.parse(cuda) if cuda is not None else None,

@@ -200,7 +200,7 @@ def _read(request: Request, body: bytes, *, name: str, origin: str, depot: Depot
         return parse_pin_set(text, name=name, origin=origin, allow_file_urls=allow_file_urls)
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestInvalid(f"the body is not JSON: {error}", where="body") from error
     return pin_set_from_json(document, name=name, origin=origin, allow_file_urls=allow_file_urls)
 

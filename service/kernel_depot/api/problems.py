@@ -121,7 +121,10 @@ def documented(*kinds: type[DepotError]) -> dict[int | str, dict[str, Any]]:
     for kind in kinds:
         entry = by_status.setdefault(
             kind.status,
-            {"model": Problem, "description": "", "content": {MEDIA_TYPE: {"examples": {}}}},
+            {
+                "description": "",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}},
+            },
         )
         entry["description"] = "; ".join(filter(None, [entry["description"], kind.title]))
         entry["content"][MEDIA_TYPE]["examples"][kind.slug] = {
@@ -169,6 +172,8 @@ async def _framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     headers = dict(error.headers or {})
+    if isinstance(error.__cause__, DepotError):  # what failed while the framework read the body
+        return problem_response(error.__cause__)
     if error.status_code == 404:
         return problem_response(
             RouteUnknown(f"nothing is served under {path}", where=path, remedy="see /openapi.json")
