@@ -479,7 +479,7 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after(date, now=now + 100) == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
 def test_retry_after_never_fails(text: str) -> None:
     found = retry_after(text)
@@ -605,10 +605,23 @@ def test_an_encoded_body_is_refused(server: Server, tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_nonsense_instead_of_http(server: Server, tmp_path: Path) -> None:
-    server.plan = [lambda request, reply: reply.send(b"SSH-2.0-hello\r\n\r\n")] * 3
-    with pytest.raises(problems.UpstreamUnreachable):
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-hello\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe:x/\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://xn--\xc3\xa9.example/\r\n\r\n",
+    ],
+)
+def test_nonsense_instead_of_http(server: Server, tmp_path: Path, answer: bytes) -> None:
+    server.plan = [lambda request, reply: reply.send(answer)] * 3
+    with pytest.raises(problems.FetchError):
         fetch(server.url, sha256=SHA256, dest=tmp_path / "w", policy=POLICY)
+    assert left(tmp_path) == []
 
 
 def test_a_full_disk_is_said_before_the_body(server: Server, tmp_path: Path) -> None:
@@ -916,6 +929,7 @@ def test_odd_file_urls_are_refused(tmp_path: Path, url: str) -> None:
         fetch(url, sha256=SHA256, dest=tmp_path / "w", policy=FILES)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_makes_a_request_or_an_unnamed_error(text: str) -> None:
     with pytest.raises(problems.FetchError):

@@ -75,7 +75,7 @@ def fetch(
     if dest.exists():
         if sha256_file(dest) == sha256:
             return Fetched(dest, dest.stat().st_size, attempts=0, resumed_bytes=0, url=shown(url))
-        dest.unlink()
+        dest.unlink(missing_ok=True)
     job = _Download(url, sha256, dest, policy, size, on_progress)
     if url[:5].lower() == "file:":
         return job.copy()

@@ -204,8 +204,9 @@ class Upstream:
                     remedy="name the CA that signs for it in SSL_CERT_FILE or REQUESTS_CA_BUNDLE",
                 ) from error
             raise UpstreamUnreachable(f"no connection: {error}", where=where) from error
-        except httpx.HTTPError as error:
-            raise UpstreamUnreachable(f"no answer: {error}", where=where) from error
+        except (httpx.HTTPError, ValueError) as error:
+            # ValueError: headers that the libraries below fail to read, such as odd redirect targets.
+            raise UpstreamUnreachable(f"no answer that can be read: {error}", where=where) from error
 
     def _proxy_for(self, scheme: str, host: str) -> str | None:
         if not self._policy.trust_env:
