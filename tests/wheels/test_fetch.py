@@ -342,6 +342,17 @@ def test_what_came_before_a_failure_is_used_by_the_next_call(server: Server, tmp
     assert left(tmp_path) == ["w"]
 
 
+def test_a_new_signature_does_not_lose_what_came_and_none_is_kept(server: Server, tmp_path: Path) -> None:
+    policy = replace(POLICY, attempts=1)
+    server.plan = [server.drop_after(2_000_000)]
+    with pytest.raises(problems.UpstreamDropped):
+        fetch(server.url + "?sig=secret", sha256=SHA256, dest=tmp_path / "w", policy=policy)
+    assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
+    found = fetch(server.url + "?sig=other", sha256=SHA256, dest=tmp_path / "w", policy=policy)
+    assert found.resumed_bytes == 2_000_000
+    assert "secret" not in found.url
+
+
 def test_a_torn_partial_is_found_by_its_hash(server: Server, tmp_path: Path) -> None:
     policy = replace(POLICY, attempts=1)
     server.plan = [server.drop_after(2_000_000)]

@@ -113,7 +113,7 @@ class _Download:
 
     def download(self) -> Fetched:
         check_url(self.url, self.policy)
-        with Partial.open(self.dest, url=self.url) as part, Upstream(self.policy) as upstream:
+        with Partial.open(self.dest, url=self.where) as part, Upstream(self.policy) as upstream:
             try:
                 if part.size > self.limit:
                     part.restart()
@@ -243,7 +243,9 @@ class _Download:
         if total is not None:
             self._check_length(total)
         self.resumed = 0
-        part.restart(Origin(self.url, answer.headers.get("etag"), answer.headers.get("last-modified"), total))
+        part.restart(
+            Origin(self.where, answer.headers.get("etag"), answer.headers.get("last-modified"), total)
+        )
         return total if total is not None else self.size
 
     def _continued(self, part: Partial, answer: Answer) -> int | None:
@@ -319,7 +321,7 @@ class _Download:
             raise self._unreadable("not a regular file")
         with open(descriptor, "rb", buffering=0) as file:
             self._check_length(facts.st_size)
-            with Partial.open(self.dest, url=self.url) as part:
+            with Partial.open(self.dest, url=self.where) as part:
                 try:
                     part.restart()
                     self._check_room(part, facts.st_size)

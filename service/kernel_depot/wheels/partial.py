@@ -28,7 +28,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a partial's bytes came from: enough to ask for the rest of the very same file."""
+    """Where a partial's bytes came from: enough to ask for the rest of the very same file.
+
+    `url` is without its query, which is where signatures are and changes from one answer to the next.
+    """
 
     url: str
     etag: str | None = None
