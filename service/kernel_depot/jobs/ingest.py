@@ -36,9 +36,9 @@ class Ready:
     def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
         """Return what is to be published: the distinct artifacts, and the wheel's own bytes."""
         blobs = [
-            StagedBlob(digest, member.size, member.staged)
+            StagedBlob(digest, member.size, member.staging / digest)
             for digest, member in self.extracted.blobs.items()
-            if member.staged is not None
+            if member.staging is not None
         ]
         if with_wheel:
             blobs.append(StagedBlob(sha256, self.extracted.size, self.wheel))
