@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from kernel_depot.digest import sha256_file
@@ -33,7 +34,9 @@ from kernel_depot.wheels.fetch_problems import (
 )
 from kernel_depot.wheels.partial import Origin, Partial
 from kernel_depot.wheels.policy import FetchPolicy
-from kernel_depot.wheels.upstream import Answer, Upstream, check_url
+
+if TYPE_CHECKING:
+    from kernel_depot.wheels.upstream import Answer, Upstream
 
 __all__ = ["FetchPolicy", "Fetched", "fetch"]
 
@@ -112,6 +115,9 @@ class _Download:
         return shown(self.url)
 
     def download(self) -> Fetched:
+        # Not at the top: a local file needs no TLS and no HTTP client.
+        from kernel_depot.wheels.upstream import Upstream, check_url
+
         check_url(self.url, self.policy)
         with Partial.open(self.dest, url=self.where) as part, Upstream(self.policy) as upstream:
             try:
