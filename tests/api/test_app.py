@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sqlalchemy import text
 
 from kernel_depot.api.limits import MAX_BODY
@@ -170,6 +172,44 @@ def test_unexpected_failures_show_an_incident_and_no_text(
     assert "Traceback" not in answer.text
     assert answer.json()["incident"] in caplog.text
     assert "a secret of the server" in caplog.text
+
+
+text_value = st.text(max_size=30)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["/v1/resolve", "/v1/artifacts", "/v1/jobs", "/v1/modules/norm", "/v1/pins"]),
+    st.dictionaries(
+        st.sampled_from(["cuda", "arch", "sm", "modules", "pins", "project", "cursor", "limit", "kind"]),
+        st.one_of(text_value, st.sampled_from(["cu130", "x86_64", "sm90a", "all", "1", "\0"])),
+    ),
+)
+def test_no_parameter_makes_the_server_fail(
+    client: httpx.Client, path: str, parameters: dict[str, str]
+) -> None:
+    assert client.get(path, params=parameters).status_code < 500
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["/v1/pins?name=fuzz", "/v1/blobs/stream", "/v1/materialize"]),
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.floats(), st.text(st.characters(exclude_categories=[]))),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(
+                st.one_of(text_value, st.sampled_from(["sha256", "cu130", "x86_64", "pins", "url"])),
+                inner,
+                max_size=3,
+            ),
+        ),
+    ),
+)
+def test_no_json_makes_the_server_fail(client: httpx.Client, path: str, body: object) -> None:
+    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    # 503: jobs do not run here, which is only looked at for sound requests
+    assert answer.status_code < 500 or answer.status_code == 503, answer.text
 
 
 def test_jobs_where_none_run_are_refused(client: httpx.Client) -> None:

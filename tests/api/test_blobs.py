@@ -15,6 +15,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernel_depot.catalog.database import open_database, upgrade
+from kernel_depot.jobs.depot import open_depot
+from kernel_depot.settings import load_settings
 from kernel_depot.store.blobs import Form
 
 DATA = b"kernel " * 50_000 + b"end"
@@ -270,3 +273,29 @@ def test_store_that_is_not_local(
     stored_file.chmod(0o644)
     stored_file.write_bytes(DATA[:-1])
     assert client.get(PATH).json()["type"].endswith("blob-damaged")
+
+
+def test_catalog_in_postgresql_and_store_in_s3(
+    serve: Callable[..., Any], tmp_path: Path, postgres_url: str, s3_url: str
+) -> None:
+    engine = open_database(postgres_url)
+    upgrade(engine)
+    engine.dispose()
+    depot = open_depot(
+        load_settings(data_dir=tmp_path, database_url=postgres_url, store_url=s3_url, allow_anonymous=True)
+    )
+    with serve(depot) as server:
+        server.put(DATA, zstd=True)
+        other = server.put(b"other")
+        client = server.client()
+        assert client.get("/readyz").is_success
+        assert client.get(PATH).content == DATA
+        assert client.get(PATH, headers={"range": "bytes=7-1000007"}).content == DATA[7:1_000_008]
+        assert client.head(PATH).headers["content-length"] == str(len(DATA))
+        assert client.get(PATH, headers={"accept-encoding": "zstd"}).content == DATA
+        stream = client.post("/v1/blobs/stream", json={"sha256": [SHA256, other]})
+        assert DATA in stream.content
+        assert client.get("/v1/artifacts", params={"project": "\0"}).status_code == 400
+        depot.store.delete(SHA256)
+        assert client.get(PATH).json()["type"].endswith("blob-damaged")
+    depot.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -152,10 +151,13 @@ def _cursor(position: str) -> str:
 
 def _position(cursor: str) -> str:
     try:
-        return base64.b64decode(
+        position = base64.b64decode(
             (cursor + "=" * (-len(cursor) % 4)).encode("ascii"), altchars=b"-_", validate=True
         ).decode()
-    except (binascii.Error, ValueError) as error:
+        if "\0" in position:
+            raise ValueError("no path has a NUL character")
+        return position
+    except ValueError as error:
         raise CursorInvalid(
             "this is no cursor of this list",
             where="cursor",

@@ -6,10 +6,11 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kernel_depot.api.auth import Admin, Reader, ScopeInsufficient, TokenMissing, TokenRefused
 from kernel_depot.api.context import DepotDependency
+from kernel_depot.api.pins import NAME
 from kernel_depot.api.problems import (
     ApiError,
     BodyTooLarge,
@@ -23,6 +24,8 @@ from kernel_depot.catalog.database import reading
 from kernel_depot.catalog.tables import Job
 from kernel_depot.jobs.engine import EngineNotRunning, submit_materialize
 from kernel_depot.platform import Arch, CudaTag, PlatformError
+
+PinSetName = Annotated[str, StringConstraints(pattern=NAME)]
 
 
 class JobUnknown(ApiError):
@@ -43,7 +46,9 @@ class MaterializeRequest(BaseModel):
         },
     )
 
-    pins: list[str] | None = Field(default=None, min_length=1, description="Names of pin sets; all of them.")
+    pins: list[PinSetName] | None = Field(
+        default=None, min_length=1, description="Names of pin sets; all of them."
+    )
     cuda: list[str] | None = Field(default=None, min_length=1, description="Only pins for these CUDA tags.")
     arch: list[str] | None = Field(
         default=None, min_length=1, description="Only pins for these architectures."

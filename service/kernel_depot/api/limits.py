@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kernel_depot.api.problems import BodyTooLarge, ParameterUnknown, problem_response
+from kernel_depot.api.problems import BodyTooLarge, ParameterUnknown, RequestInvalid, problem_response
 
 MAX_BODY = 4 << 20
 
@@ -22,7 +22,11 @@ def known_parameters(request: Request) -> None:
     if not request.query_params:
         return
     allowed = _parameters(request)
-    for name in request.query_params:
+    for name, value in request.query_params.multi_items():
+        if "\0" in value:  # PostgreSQL keeps no text with it
+            raise RequestInvalid(
+                "a parameter holds a NUL character", where=f"query.{name}", found=value[:100]
+            )
         if name not in allowed:
             near = difflib.get_close_matches(name, allowed, n=1)
             raise ParameterUnknown(
