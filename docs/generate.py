@@ -1,4 +1,4 @@
-"""Write docs/problems.md from the failure kinds in the code: `python docs/generate.py`."""
+"""Write docs/problems.md and docs/settings.md from the code: `python docs/generate.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import kernel_depot
 from kernel_depot.errors import PROBLEM_NAMESPACE, DepotError, all_problems
+from kernel_depot.settings import Settings
 
 PAGE = Path(__file__).with_name("problems.md")
+SETTINGS_PAGE = Path(__file__).with_name("settings.md")
 HEAD = f"""\
 # Problems
 
@@ -48,5 +50,29 @@ def page() -> str:
     return "\n".join(lines)
 
 
+SETTINGS_HEAD = """\
+# Settings
+
+The server and `kernel-depot materialize` read these from the environment; a command's own option wins. The
+worker takes its own from the options of `kernel-depot sync` and the variables its `--help` names.
+
+`python docs/generate.py` writes this page from the code; a test compares both.
+
+| variable | default | meaning |
+|---|---|---|
+"""
+
+
+def settings_page() -> str:
+    """Return the text of docs/settings.md."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        variable = f"KERNEL_DEPOT_{name.upper()}" + ("_<NAME>" if name == "index" else "")
+        default = "computed" if field.default_factory is not None else f"`{field.default}`"
+        rows.append(f"| `{variable}` | {default} | {field.description} |")
+    return SETTINGS_HEAD + "\n".join(rows) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    SETTINGS_PAGE.write_text(settings_page())
