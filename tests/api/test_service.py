@@ -366,3 +366,29 @@ def test_documented_commands_work(
     assert (tmp_path / "first-bytes").read_bytes() == stocked.modules["norm"][:100]
     assert hashlib.sha256((tmp_path / "bundle.json").read_bytes()).hexdigest() == digest
     assert json.loads((tmp_path / "bundle.json").read_bytes())["schema"] == 1
+
+
+SOUND = {"filename": "apache_tvm_ffi-0.1.3-py3-none-any.whl", "sha256": "ab" * 32, "index": "pypi"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"url": "https://github.com/\ud800/x.whl"},
+        {"index": "\ud800"},
+        {"index": "pypi\0"},
+        {"size": 2**70},
+        {"size": -1},
+        {"size": float("inf")},
+        {"\ud800": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("project", ["apache_tvm_ffi", "apache_tvm_ffi\ud800"])
+def test_json_that_no_text_or_number_can_hold(stocked: Stocked, change: dict[str, Any], project: str) -> None:
+    document = {project: {"cu110": {"x86_64": SOUND | change}}}
+    answer = stocked.client.post(
+        "/v1/pins?name=bad", content=json.dumps(document), headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text
+    assert stocked.client.get("/v1/pins/bad").status_code == 404

@@ -200,7 +200,9 @@ def _read(request: Request, body: bytes, *, name: str, origin: str, depot: Depot
         return parse_pin_set(text, name=name, origin=origin, allow_file_urls=allow_file_urls)
     try:
         document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        if b"\\u0000" in json.dumps(document, ensure_ascii=False).encode():
+            raise ValueError("it holds a NUL character")
+    except (ValueError, RecursionError) as error:  # UnicodeEncodeError, of lone surrogates, is a ValueError
         raise RequestInvalid(f"the body is not JSON: {error}", where="body") from error
     return pin_set_from_json(document, name=name, origin=origin, allow_file_urls=allow_file_urls)
 

@@ -243,7 +243,7 @@ class _Reader:
         value = table.get("size")
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 53:
             self.note((*path, "size"), "bad-size", f"'size' must be a positive byte count, found {value!r}")
             return None
         return value
