@@ -129,6 +129,34 @@ def test_a_job_goes_on_after_its_server_was_killed(depot: Depot, pin_files: PinF
     assert depot.store.has(pinned.digests) == pinned.digests
 
 
+def test_closing_does_not_wait_for_a_job_under_way(embedded: Depot, pin_files: PinFiles) -> None:
+    pinned = pin_files(30)
+    recorded(embedded, pinned.pins)
+    lease = leases.acquire(embedded.engine, f"wheel:{pinned.sha256}", seconds=600)
+    assert isinstance(lease, leases.Acquired)
+    arguments = json.dumps({"data_dir": str(embedded.settings.data_dir)})
+    script = SERVER.replace("time.sleep(600)", "sys.stdin.readline()\nengine.close()")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        job_id = child.stdout.readline().strip()
+        reached(embedded, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
+        try:
+            child.communicate("stop\n", timeout=60)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise
+    assert child.returncode == 0
+    leases.release(embedded.engine, lease)
+    settings = embedded.settings.model_copy(update={"replica": "one"})
+    engine = start_engine(replace(embedded, settings=settings))
+    try:
+        assert reached(embedded, job_id, lambda job: job.finished_at is not None).state == "succeeded"
+    finally:
+        engine.close()
+
+
 def test_two_engines_with_one_name_take_two(embedded: Depot) -> None:
     arguments = json.dumps({"data_dir": str(embedded.settings.data_dir)})
     with subprocess.Popen(

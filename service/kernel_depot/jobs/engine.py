@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event, Lock, Semaphore, Thread
 from typing import Any
 from uuid import uuid4
@@ -25,7 +25,7 @@ from kernel_depot.errors import DepotError  # noqa: E402
 from kernel_depot.jobs.board import Board  # noqa: E402
 from kernel_depot.jobs.depot import Depot  # noqa: E402
 from kernel_depot.jobs.materialize import Failed, WheelOutcome, materialize_wheel, selected  # noqa: E402
-from kernel_depot.jobs.progress import Throttled  # noqa: E402
+from kernel_depot.jobs.progress import Step, Throttled  # noqa: E402
 from kernel_depot.jobs.zstd_maker import ZstdMaker  # noqa: E402
 from kernel_depot.pins.pin import Pin  # noqa: E402
 from kernel_depot.platform import Arch, CudaTag  # noqa: E402
@@ -48,6 +48,10 @@ class EngineNotRunning(DepotError):
     status = 503
 
 
+class _Stopping(BaseException):
+    """Ends a step without an outcome, so that it is run again by whoever takes the job up."""
+
+
 @dataclass
 class JobEngine:
     """The running engine of this process: there is one at most."""
@@ -56,14 +60,21 @@ class JobEngine:
     executor: str
     _resources: ExitStack
     _zstd: ZstdMaker
+    _stopping: Event = field(default_factory=Event)
+
+    def stop_if_asked(self) -> None:
+        """Raise in a step's thread once the engine is closing."""
+        if self._stopping.is_set():
+            raise _Stopping
 
     def close(self) -> None:
         """Stop; jobs under way go on when an engine starts again."""
         global _running
+        self._stopping.set()
+        self._resources.close()
         with _lock:
             if _running is self:
                 _running = None
-        self._resources.close()
 
     def wake_zstd(self) -> None:
         """Say that there are new blobs."""
@@ -216,7 +227,12 @@ def _bring(job_id: str, request: dict[str, Any], sha256: str) -> dict[str, Any]:
     pin = next(pin for pin in _selection(request) if pin.sha256 == sha256)
     with _wheels:
         board = _board(engine, job_id, request)
-        watch = Throttled(board.report, seconds=_REPORT_SECONDS)
+        report = Throttled(board.report, seconds=_REPORT_SECONDS)
+
+        def watch(step: Step) -> None:
+            engine.stop_if_asked()
+            report(step)
+
         outcome: WheelOutcome
         try:
             outcome = materialize_wheel(engine.depot, pin, progress=watch)
