@@ -1,13 +1,17 @@
 """The demo, as a new user runs it: in a process of its own, in an empty directory."""
 
+import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kernel_depot.pins.document import read_pin_set
@@ -61,8 +65,6 @@ def test_real_wheels_of_both_archs_go_the_whole_way_and_are_fetched_once(tmp_pat
 
 
 def local_pins(tmp_path: Path, wheel: Path, url: str) -> Path:
-    import hashlib
-
     path = tmp_path / "local.toml"
     path.write_text(
         f'[flashinfer_cubin.cu130.{HOST}]\nfilename = "{wheel.name}"\n'
@@ -98,9 +100,35 @@ def test_wrong_bytes_are_a_failure_not_unreachable(tmp_path: Path, make_wheel: A
     assert code == 1
 
 
-def test_no_server_is_left_behind(tmp_path: Path, make_wheel: Any) -> None:
-    import psutil
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_demo_that_is_ended_early_takes_its_server_with_it(
+    tmp_path: Path, make_wheel: Any, name: str
+) -> None:
+    wheel = make_wheel({"flashinfer_cubin/__init__.py": b""})
+    pins = local_pins(tmp_path, wheel, f"file://{wheel}")
+    command = [
+        sys.executable,
+        "-m",
+        "kernel_depot.cli.main",
+        "demo",
+        "--pins",
+        str(pins),
+        "--allow-file-urls",
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        watched = psutil.Process(running.pid)
+        servers: list[psutil.Process] = []
+        while not servers:
+            assert running.poll() is None, running.stderr and running.stderr.read()
+            servers = [child for child in watched.children() if "serve" in child.cmdline()]
+            time.sleep(0.02)
+        running.send_signal(getattr(signal, name))
+        assert running.wait(60) != 0
+    psutil.wait_procs(servers, timeout=60)
+    assert not any(server.is_running() for server in servers)
 
+
+def test_no_server_is_left_behind(tmp_path: Path, make_wheel: Any) -> None:
     wheel = make_wheel({"flashinfer_cubin/__init__.py": b""})
     pins = local_pins(tmp_path, wheel, f"file://{wheel}")
     code, _ = demo(tmp_path, "--pins", pins, "--allow-file-urls", "--data-dir", tmp_path / "mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ app = typer.Typer()
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.2
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # The demo would rather say `unreachable` soon than wait out a network that is down.
 PATIENCE = {"KERNEL_DEPOT_FETCH_ATTEMPTS": "2", "KERNEL_DEPOT_FETCH_CONNECT_TIMEOUT": "8"}
 UNREACHABLE = frozenset(
@@ -55,6 +57,13 @@ class ServerNotStarted(DemoError):
 
     slug = "demo-server-not-started"
     title = "The demo's server did not start"
+
+
+class ServerLost(DemoError):
+    """The demo's server stopped answering."""
+
+    slug = "demo-server-lost"
+    title = "The demo's server stopped answering"
 
 
 class ServerRefused(DemoError):
@@ -139,13 +148,16 @@ def demo(
     archs = [host.arch, *others]
     say = _quiet if as_json else _progress_line
     lines: list[Line] = []
+    say("starting the server")
     with _server(data_dir, allow_file_urls=allow_file_urls) as (url, client):
         lines.append(Line("serve", url, Result.DONE, "listening", f"catalog and store in {data_dir}"))
         lines.append(_pin(client, path, pin_set))
         wheels = _materialize(client, pin_set, archs, say)
         lines += [_wheel_line(wheel) for wheel in wheels]
         for arch in archs:
+            say(f"sync and smoke: {arch}")
             lines += _work(url, client, data_dir, pin_set, arch, host)
+    say("")
     downloaded = sum(wheel.get("downloaded") or 0 for wheel in wheels)
     if as_json:
         print_json({"lines": [_as_json(line) for line in lines], "downloaded": downloaded})
@@ -165,6 +177,12 @@ def _server(data_dir: Path, *, allow_file_urls: bool) -> Iterator[tuple[str, htt
     log_path = data_dir / "serve.log"
     command = [sys.executable, "-m", "kernel_depot.cli.main", "serve", "--data-dir", str(data_dir)]
     command += ["--port", "0", "--allow-anonymous"] + (["--allow-file-urls"] if allow_file_urls else [])
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def end_with_the_demo() -> None:
+        """Have the kernel stop the server when the demo is killed and cannot (prctl(2))."""
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
     with log_path.open("ab") as log:
         child = subprocess.Popen(
             command,
@@ -173,6 +191,7 @@ def _server(data_dir: Path, *, allow_file_urls: bool) -> Iterator[tuple[str, htt
             stderr=log,
             env={**PATIENCE, **os.environ},
             text=True,
+            preexec_fn=end_with_the_demo,
             start_new_session=True,  # Ctrl-C reaches the demo alone, which then stops its server
         )
     try:
@@ -218,7 +237,16 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 
 def _ask(client: httpx.Client, step: str, method: str, path: str, **request: Any) -> Any:
-    response = client.request(method, path, **request)
+    import httpx
+
+    try:
+        response = client.request(method, path, **request)
+    except httpx.TransportError as error:
+        raise ServerLost(
+            f"{step}: {error}",
+            where=f"{client.base_url.join(path)}",
+            remedy="look at serve.log in the data directory, then run the demo again: it goes on from there",
+        ) from error
     if response.is_error:
         try:
             problem = response.json()
@@ -263,8 +291,10 @@ def _materialize(client: httpx.Client, pin_set: PinSet, archs: list[Arch], say: 
     job, _ = _ask(client, "materialize", "POST", "/v1/materialize", json=request)
     while job["state"] in ("queued", "running"):
         progress = job["progress"]
+        total = progress["bytes_total"]
+        of_total = f" of {size_text(total)}" if total else ""
         say(
-            f"materialize: {job['state']}, {size_text(progress['bytes_done'])}, "
+            f"materialize: {job['state']}, {size_text(progress['bytes_done'])}{of_total}, "
             f"{progress['members_done']} members"
         )
         time.sleep(POLL_SECONDS)
@@ -413,6 +443,7 @@ def _as_json(line: Line) -> dict[str, str]:
 
 def _print(lines: list[Line], downloaded: int) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="Kernel Depot demo")
@@ -420,7 +451,9 @@ def _print(lines: list[Line], downloaded: int) -> None:
         table.add_column(column, overflow="fold")
     for line in lines:
         colour = COLOURS[line.result]
-        table.add_row(line.step, line.subject, f"[{colour}]{line.said}[/]", line.detail)
+        cells = [escape(cell) for cell in (line.step, line.subject, line.said, line.detail)]
+        cells[2] = f"[{colour}]{cells[2]}[/]"
+        table.add_row(*cells)
     # A log has no width of its own; 80 columns would fold every digest and path.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     if downloaded:
