@@ -5,9 +5,13 @@ import os
 import subprocess
 import sys
 import venv
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import tomlkit
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PACKAGE = Path(__file__).parents[1] / "service" / "kernel_depot"
 VALUES = {"__version__", "errors", "digest", "platform", "bundle", "shipped", "liveness"}
@@ -21,10 +25,21 @@ ALLOWED = {
     "worker": VALUES,
     "smoke": VALUES | {"worker"},
 }
+
+
+def distributions(*extras: str) -> set[str]:
+    """The normalized names of what this project's base install, or an extra of it, asks for."""
+    project = tomlkit.parse((PACKAGE.parents[1] / "pyproject.toml").read_text()).unwrap()["project"]
+    wanted = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return {canonicalize_name(Requirement(line).name) for line in wanted or project["dependencies"]}
+
+
+SERVER_DISTRIBUTIONS = distributions("server", "postgres") - distributions()
 SERVER_LIBRARIES = {
-    "fastapi", "starlette", "uvicorn", "sqlmodel", "sqlalchemy", "alembic", "obstore", "dbos", "isal",
-    "pydantic_settings", "pypi_simple", "elftools", "tomlkit", "packaging", "stamina", "prometheus_client",
-}  # fmt: skip
+    module
+    for module, names in packages_distributions().items()
+    if SERVER_DISTRIBUTIONS & {canonicalize_name(name) for name in names}
+}
 
 
 def imported(path: Path) -> set[str]:
@@ -66,6 +81,11 @@ def test_the_shared_values_need_the_standard_library_only() -> None:
         assert roots - {"kernel_depot", "__future__"} <= set(sys.stdlib_module_names), name
 
 
+def test_the_server_libraries_are_known_by_the_names_they_are_imported_by() -> None:
+    assert {"fastapi", "sqlmodel", "sqlalchemy", "obstore", "alembic", "elftools", "dbos"} <= SERVER_LIBRARIES
+    assert not {"httpx", "pydantic", "typer", "rich"} & SERVER_LIBRARIES
+
+
 def test_every_room_is_guarded() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms - {"cli"} == set(ALLOWED)
@@ -94,7 +114,9 @@ def test_the_base_install_alone_syncs(tmp_path: Path) -> None:
     built = run(bin_dir / "python", "-m", "pip", "install", "-q", PACKAGE.parents[1])
     assert built.returncode == 0, built.stderr
     freeze = run(bin_dir / "python", "-m", "pip", "list", "--format=freeze").stdout.lower()
-    assert not {line.split("==")[0].replace("-", "_") for line in freeze.split()} & SERVER_LIBRARIES
+    installed = {canonicalize_name(line.split("==")[0]) for line in freeze.split()}
+    assert distributions() - {"tomli"} <= installed
+    assert not installed & SERVER_DISTRIBUTIONS
     help_text = run(bin_dir / "kernel-depot", "--help")
     assert help_text.returncode == 0, help_text.stderr
     for command in ("sync", "env", "doctor", "smoke"):
