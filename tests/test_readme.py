@@ -61,6 +61,11 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_every_page_is_linked_from_the_index() -> None:
+    linked = set(re.findall(r"\]\(([a-z]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
     for name, field in Settings.model_fields.items():
