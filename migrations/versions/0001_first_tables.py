@@ -20,6 +20,7 @@ def upgrade() -> None:
         sa.Column("zstd_size", sa.BigInteger(), nullable=True),
         sa.Column("zstd_sha256", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("sha256"),
+        sqlite_with_rowid=False,
     )
     op.create_index("ix_blob_zstd_state", "blob", ["zstd_state"], unique=False)
 
@@ -45,6 +46,7 @@ def upgrade() -> None:
         sa.Column("sms", sa.JSON(), nullable=False),
         sa.Column("ptx", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("sha256"),
+        sqlite_with_rowid=False,
     )
     op.create_table(
         "job",
@@ -145,9 +147,16 @@ def upgrade() -> None:
             ["wheel.sha256"],
         ),
         sa.PrimaryKeyConstraint("wheel", "path"),
+        sqlite_with_rowid=False,
     )
-    op.create_index("ix_member_kind_module", "member", ["kind", "module"], unique=False)
-    op.create_index("ix_member_sha256", "member", ["sha256"], unique=False)
+    op.create_index(
+        "ix_member_module",
+        "member",
+        ["module"],
+        unique=False,
+        sqlite_where=sa.text("module IS NOT NULL"),
+        postgresql_where=sa.text("module IS NOT NULL"),
+    )
 
     op.create_table(
         "pin",
@@ -192,8 +201,7 @@ def downgrade() -> None:
     op.drop_index("ix_pin_revision", table_name="pin")
 
     op.drop_table("pin")
-    op.drop_index("ix_member_sha256", table_name="member")
-    op.drop_index("ix_member_kind_module", table_name="member")
+    op.drop_index("ix_member_module", table_name="member")
 
     op.drop_table("member")
     op.drop_table("bundle_answer")

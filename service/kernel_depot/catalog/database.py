@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,12 @@ def open_database(url: str) -> Engine:
             "the database URL cannot be read", expected="sqlite:///path or postgresql://host/name"
         ) from error
     if parsed.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
-        return create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True, pool_size=10)
+        return create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            pool_pre_ping=True,
+            pool_size=10,
+            json_serializer=_json,
+        )
     if parsed.drivername not in ("sqlite", "sqlite+pysqlite") or not parsed.database:
         raise DatabaseUrlInvalid(
             "the database is of a kind that is not supported",
@@ -46,10 +52,19 @@ def open_database(url: str) -> Engine:
             found=parsed.render_as_string(hide_password=True),
         )
     Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False})
+    engine = create_engine(
+        parsed,
+        connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
+        json_serializer=_json,
+    )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _json(value: object) -> str:
+    """Serialize a JSON column; most inspections of a cubin wheel are lists of nothing."""
+    return "[]" if value == [] else json.dumps(value)
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:

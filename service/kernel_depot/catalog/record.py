@@ -43,6 +43,17 @@ def insert_absent(session: Session, table: type[SQLModel], rows: Sequence[Mappin
     return len(rows)
 
 
+def _insert_plain(session: Session, statement: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Insert many rows of plain text and numbers, which need no conversion one by one."""
+    connection = session.connection()
+    compiled = statement.compile(dialect=connection.dialect, column_keys=list(rows[0]))
+    if compiled.positional:
+        values: list[Any] = [tuple(row[name] for name in compiled.positiontup) for row in rows]
+    else:
+        values = list(rows)
+    connection.exec_driver_sql(str(compiled), values)
+
+
 def record_pin_set(session: Session, pin_set: pins.PinSet) -> bool:
     """Record a revision and make it what its name means. Return whether that changed anything."""
     moment = now()
@@ -118,7 +129,8 @@ def record_wheel(
                 "ingested_at": now(),
             },
         )
-        session.connection().execute(
+        _insert_plain(
+            session,
             insert(Member),
             [
                 {
@@ -129,15 +141,16 @@ def record_wheel(
                     "kind": member.kind.value if member.kind is not None else None,
                     "module": member.module,
                 }
-                for member in wheel.members
+                for member in sorted(wheel.members)
             ],
         )
-    blobs = [_blob_row(digest, member.size) for digest, member in wheel.blobs.items()]
+    # Rows in the order of their key fill the key's tree from left to right.
+    blobs = [_blob_row(digest, member.size) for digest, member in sorted(wheel.blobs.items())]
     if kept:
         # A wheel is compressed already; its zstd form is never worth its bytes.
         blobs.append(_blob_row(sha256, wheel.size, state="not_worth"))
-    insert_absent(session, Blob, blobs)
-    insert_absent(session, Inspection, [_inspection_row(*item) for item in inspections.items()])
+    _insert_plain(session, upsert(session, Blob).on_conflict_do_nothing(), blobs)
+    insert_absent(session, Inspection, [_inspection_row(*item) for item in sorted(inspections.items())])
     session.connection().execute(delete(WheelFailure).where(col(WheelFailure.sha256) == sha256))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Column, DateTime, Dialect, Index, Text, TypeDecorator
+from sqlalchemy import JSON, BigInteger, Column, DateTime, Dialect, Index, Text, TypeDecorator, text
 from sqlmodel import Field, SQLModel
 
 
@@ -34,6 +34,12 @@ def _moment(*, nullable: bool = False, index: bool = False) -> Any:
 def _size(*, nullable: bool = False) -> Any:
     """A byte count; wheels pass 2 GiB, so 64 bits on every database."""
     return Field(default=None, sa_column=Column(BigInteger, nullable=nullable))
+
+
+# A wheel has thousands of members, few of them modules.
+_MODULE_KNOWN = text("module IS NOT NULL")
+# Rows with a long key lie in the key's own tree, not in a second one beside it (SQLite: WITHOUT ROWID).
+_KEYED = {"sqlite_with_rowid": False}
 
 
 class PinSetRevision(SQLModel, table=True):
@@ -99,11 +105,14 @@ class Member(SQLModel, table=True):
     """One file of a wheel. `kind` is an ArtifactKind for artifacts, None for what is only recorded."""
 
     __tablename__ = "member"
-    __table_args__ = (Index("ix_member_kind_module", "kind", "module"),)
+    __table_args__ = (
+        Index("ix_member_module", "module", sqlite_where=_MODULE_KNOWN, postgresql_where=_MODULE_KNOWN),
+        _KEYED,
+    )
 
     wheel: str = Field(primary_key=True, foreign_key="wheel.sha256", max_length=64)
     path: str = Field(primary_key=True)
-    sha256: str = Field(index=True, max_length=64)
+    sha256: str = Field(max_length=64)
     size: int = _size()
     kind: str | None = None
     module: str | None = None
@@ -124,6 +133,7 @@ class Blob(SQLModel, table=True):
     """Bytes the store holds. `zstd_size` is set once the compressed form lies beside them."""
 
     __tablename__ = "blob"
+    __table_args__ = _KEYED
 
     sha256: str = Field(primary_key=True, max_length=64)
     size: int = _size()
@@ -136,6 +146,7 @@ class Inspection(SQLModel, table=True):
     """What was read out of a module, library or cubin. Facts of the bytes, so keyed by their digest."""
 
     __tablename__ = "inspection"
+    __table_args__ = _KEYED
 
     sha256: str = Field(primary_key=True, max_length=64)
     format: str  # elf, cubin

@@ -266,22 +266,26 @@ def _fetch(depot: Depot, pin: Pin, progress: Progress) -> Fetched:
 
 
 def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: float) -> Ingested:
-    """Publish the bytes, then record the rows."""
+    """Publish the bytes and record the rows, which are committed once every byte is public."""
     extracted = work.extracted
     staged = work.staged(sha256=pin.sha256, with_wheel=work.fetched is not None)
     progress(Step(pin.filename, Stage.PUBLISHING, members_total=len(staged)))
-    depot.store.publish_many(staged)
-    progress(Step(pin.filename, Stage.RECORDING, members_total=len(extracted.members)))
     arch = pin_arch(pin)
-    with writing(depot.engine) as session:
-        record.record_wheel(
-            session,
-            extracted,
-            work.inspections,
-            sha256=pin.sha256,
-            arch=str(arch) if arch is not None else None,
-            kept=True,
-        )
+    with ThreadPoolExecutor(1, thread_name_prefix="publish") as pool:
+        published = pool.submit(depot.store.publish_many, staged)
+        if not depot.store.publishes_by_rename:
+            published.result()  # no transaction is held open over a network
+        progress(Step(pin.filename, Stage.RECORDING, members_total=len(extracted.members)))
+        with writing(depot.engine) as session:
+            record.record_wheel(
+                session,
+                extracted,
+                work.inspections,
+                sha256=pin.sha256,
+                arch=str(arch) if arch is not None else None,
+                kept=True,
+            )
+            published.result()  # bytes first: the rows become visible after this
     if work.fetched is not None:
         with suppress(FileNotFoundError):  # a store elsewhere copies
             Path(work.wheel).unlink()

@@ -52,6 +52,10 @@ class Store(Protocol):
     def location(self) -> str:
         """The URL or path that `open_store` takes; without secrets."""
 
+    @property
+    def publishes_by_rename(self) -> bool:
+        """Tell whether publishing moves no bytes, so that a transaction can stay open meanwhile."""
+
     def staging(self) -> AbstractContextManager[Path]:
         """Give a private directory, on the store's own file system where it has one; removed on exit."""
 

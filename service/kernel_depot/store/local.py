@@ -47,6 +47,11 @@ class LocalStore:
         """The directory's path."""
         return str(self.root)
 
+    @property
+    def publishes_by_rename(self) -> bool:
+        """A rename moves no bytes."""
+        return True
+
     def _name(self, sha256: str, form: Form) -> str:
         return f"{self._roots[form]}/{sha256[:2]}/{sha256}"
 

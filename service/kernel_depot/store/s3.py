@@ -64,6 +64,11 @@ class S3Store:
         """The bucket's URL without credentials."""
         return self._location
 
+    @property
+    def publishes_by_rename(self) -> bool:
+        """Every byte goes over the network."""
+        return False
+
     def _key(self, sha256: str, form: Form) -> str:
         return f"{self._base}{_DIRECTORIES[form]}/sha256/{sha256[:2]}/{sha256}"
 
