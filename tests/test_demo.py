@@ -100,6 +100,11 @@ def test_wrong_bytes_are_a_failure_not_unreachable(tmp_path: Path, make_wheel: A
     assert code == 1
 
 
+def _hears_hangups() -> None:
+    """A test run under nohup hands down that hang-ups are ignored."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_demo_that_is_ended_early_takes_its_server_with_it(
     tmp_path: Path, make_wheel: Any, name: str
@@ -115,7 +120,13 @@ def test_a_demo_that_is_ended_early_takes_its_server_with_it(
         str(pins),
         "--allow-file-urls",
     ]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_hears_hangups,
+    ) as running:
         watched = psutil.Process(running.pid)
         servers: list[psutil.Process] = []
         while not servers:
