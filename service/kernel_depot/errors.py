@@ -6,6 +6,7 @@ The API turns `DepotError.problem()` into problem+json (RFC 9457), the CLI turns
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, ClassVar
 
 PROBLEM_NAMESPACE = "urn:kernel-depot:problem:"
@@ -75,6 +76,8 @@ class DepotError(Exception):
 
 def _plain(value: object) -> object:
     """Reduce a fact to JSON types: numbers, strings, lists and objects of these."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):

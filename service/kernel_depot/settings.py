@@ -25,6 +25,12 @@ def _indexes() -> dict[str, str]:
     }
 
 
+def _ca_bundle() -> Path | None:
+    """Return what other clients of this machine are told to trust; httpx itself reads SSL_CERT_FILE."""
+    value = os.environ.get("REQUESTS_CA_BUNDLE")
+    return Path(value) if value else None
+
+
 class Settings(BaseSettings):
     """What an administrator can set, each as KERNEL_DEPOT_<NAME>. Sizes are bytes, times seconds."""
 
@@ -42,14 +48,21 @@ class Settings(BaseSettings):
     allow_http: bool = Field(default=False, description="Let downloads use plain http, for own mirrors.")
     allowed_hosts: tuple[str, ...] = Field(default=(), description="Download hosts beside the shipped ones.")
     max_wheel_bytes: int = Field(default=16 << 30, gt=0, description="Largest wheel whose pin has no size.")
-    fetch_attempts: int = Field(default=6, gt=0)
-    fetch_connect_timeout: float = Field(default=15.0, gt=0)
-    fetch_read_timeout: float = Field(default=60.0, gt=0)
-    fetch_total_timeout: float = Field(default=4 * 3600.0, gt=0)
-    ca_bundle: Path | None = Field(default=None, description="CAs to trust beside the system's.")
+    fetch_attempts: int = Field(default=6, gt=0, description="How often a download is tried.")
+    fetch_connect_timeout: float = Field(default=15.0, gt=0, description="Seconds to connect.")
+    fetch_read_timeout: float = Field(default=60.0, gt=0, description="Seconds between two pieces.")
+    fetch_total_timeout: float = Field(default=4 * 3600.0, gt=0, description="Seconds for one download.")
+    ca_bundle: Path | None = Field(
+        default_factory=_ca_bundle,
+        description="File or directory of CAs to trust beside the usual ones; default REQUESTS_CA_BUNDLE.",
+    )
 
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a dead process can block others.")
-    extract_threads: int = Field(default_factory=lambda: min(os.cpu_count() or 2, 8), gt=0)
+    extract_threads: int = Field(
+        default_factory=lambda: min(os.cpu_count() or 2, 8),
+        gt=0,
+        description="Threads that unpack one wheel.",
+    )
 
     @field_validator("index", mode="after")
     @classmethod

@@ -184,6 +184,30 @@ def test_a_flipped_byte_is_refused_or_harmless(
     ]
 
 
+def test_artifacts_are_shown_once_with_their_content(tmp_path: Path, forge: Any) -> None:
+    large = os.urandom(5 << 20)
+    files = {"a.cubin": b"a", "twin.cubin": b"a", "large.cubin": large, "twin2.cubin": large, "code.py": b"c"}
+    shown: list[tuple[ArtifactKind, str, bytes]] = []
+
+    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
+        assert isinstance(content, Path) == path.startswith(("large", "twin2"))
+        shown.append((kind, sha256, content.read_bytes() if isinstance(content, Path) else content))
+
+    parts = [forge.Part(name, content) for name, content in files.items()]
+    wheel = _extract(tmp_path, forge.pack(forge.wheel(parts)), look=look)
+    assert {sha256 for _, sha256, _ in shown} == set(wheel.blobs)
+    assert len(shown) == len(wheel.blobs)
+    assert all(sha256_bytes(content) == sha256 for _, sha256, content in shown)
+
+
+def test_what_a_look_raises_refuses_the_wheel(tmp_path: Path, forge: Any) -> None:
+    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
+        raise WheelArchContradiction("refused")
+
+    with pytest.raises(WheelArchContradiction, match="refused"):
+        _extract(tmp_path, forge.pack(forge.wheel([forge.Part("a.cubin", b"a")])), look=look)
+
+
 def test_a_failing_listener_stops_everything(tmp_path: Path, forge: Any) -> None:
     def fail(size: int, members: int) -> None:
         raise RuntimeError("listener")

@@ -342,6 +342,17 @@ def test_what_came_before_a_failure_is_used_by_the_next_call(server: Server, tmp
     assert left(tmp_path) == ["w"]
 
 
+def test_a_new_signature_does_not_lose_what_came_and_none_is_kept(server: Server, tmp_path: Path) -> None:
+    policy = replace(POLICY, attempts=1)
+    server.plan = [server.drop_after(2_000_000)]
+    with pytest.raises(problems.UpstreamDropped):
+        fetch(server.url + "?sig=secret", sha256=SHA256, dest=tmp_path / "w", policy=policy)
+    assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
+    found = fetch(server.url + "?sig=other", sha256=SHA256, dest=tmp_path / "w", policy=policy)
+    assert found.resumed_bytes == 2_000_000
+    assert "secret" not in found.url
+
+
 def test_a_torn_partial_is_found_by_its_hash(server: Server, tmp_path: Path) -> None:
     policy = replace(POLICY, attempts=1)
     server.plan = [server.drop_after(2_000_000)]
@@ -479,7 +490,7 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after(date, now=now + 100) == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.text(max_size=40))
 def test_retry_after_never_fails(text: str) -> None:
     found = retry_after(text)
@@ -605,10 +616,23 @@ def test_an_encoded_body_is_refused(server: Server, tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_nonsense_instead_of_http(server: Server, tmp_path: Path) -> None:
-    server.plan = [lambda request, reply: reply.send(b"SSH-2.0-hello\r\n\r\n")] * 3
-    with pytest.raises(problems.UpstreamUnreachable):
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-hello\r\n\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe:x/\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://xn--\xc3\xa9.example/\r\n\r\n",
+    ],
+)
+def test_nonsense_instead_of_http(server: Server, tmp_path: Path, answer: bytes) -> None:
+    server.plan = [lambda request, reply: reply.send(answer)] * 3
+    with pytest.raises(problems.FetchError):
         fetch(server.url, sha256=SHA256, dest=tmp_path / "w", policy=POLICY)
+    assert left(tmp_path) == []
 
 
 def test_a_full_disk_is_said_before_the_body(server: Server, tmp_path: Path) -> None:
@@ -816,6 +840,13 @@ def test_the_environment_names_the_authority(
     assert fetch(secure.url, sha256=SHA256, dest=tmp_path / "w", policy=policy).size == len(BODY)
 
 
+def test_an_unusable_bundle_is_named(secure: Server, tmp_path: Path) -> None:
+    (tmp_path / "not.pem").write_text("no certificate")
+    for bundle in (tmp_path / "absent.pem", tmp_path / "not.pem"):
+        with pytest.raises(problems.CaBundleUnusable):
+            fetch(secure.url, sha256=SHA256, dest=tmp_path / "w", policy=replace(POLICY, ca_bundle=bundle))
+
+
 def test_a_redirect_never_leaves_https(
     secure: Server, server: Server, trusting: FetchPolicy, tmp_path: Path
 ) -> None:
@@ -909,6 +940,7 @@ def test_odd_file_urls_are_refused(tmp_path: Path, url: str) -> None:
         fetch(url, sha256=SHA256, dest=tmp_path / "w", policy=FILES)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_makes_a_request_or_an_unnamed_error(text: str) -> None:
     with pytest.raises(problems.FetchError):

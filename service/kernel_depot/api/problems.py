@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kernel_depot.errors import PROBLEM_NAMESPACE, DepotError
@@ -112,7 +113,9 @@ class Problem(BaseModel):
 def problem_response(error: DepotError) -> Response:
     """Render a failure as problem+json with its status and headers."""
     headers = {"cache-control": "no-store", **getattr(error, "headers", {})}
-    return JSONResponse(error.problem(), status_code=error.status, headers=headers, media_type=MEDIA_TYPE)
+    # Escaped to ASCII: what a client sent and is told back may hold lone surrogates.
+    content = json.dumps(error.problem(), ensure_ascii=True, allow_nan=False)
+    return Response(content, status_code=error.status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def documented(*kinds: type[DepotError]) -> dict[int | str, dict[str, Any]]:
@@ -121,7 +124,10 @@ def documented(*kinds: type[DepotError]) -> dict[int | str, dict[str, Any]]:
     for kind in kinds:
         entry = by_status.setdefault(
             kind.status,
-            {"model": Problem, "description": "", "content": {MEDIA_TYPE: {"examples": {}}}},
+            {
+                "description": "",
+                "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}},
+            },
         )
         entry["description"] = "; ".join(filter(None, [entry["description"], kind.title]))
         entry["content"][MEDIA_TYPE]["examples"][kind.slug] = {
@@ -169,6 +175,8 @@ async def _framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     headers = dict(error.headers or {})
+    if isinstance(error.__cause__, DepotError):  # what failed while the framework read the body
+        return problem_response(error.__cause__)
     if error.status_code == 404:
         return problem_response(
             RouteUnknown(f"nothing is served under {path}", where=path, remedy="see /openapi.json")

@@ -78,8 +78,7 @@ def resolve_bundle(
     come from. A new bundle is recorded in a transaction of its own, so `session` must be one that reads.
     Raise PinSetUnknown, ModuleUnknown, and NothingFits or PinsConflict of `pins.resolve`.
     """
-    sets = queries.current_pin_sets(session, pin_sets)
-    _check_names(session, sets, pin_sets)
+    sets = known_pin_sets(session, pin_sets)
     resolution = resolve(sets, platform)
     pins = [choice.pin for choice in resolution.choices]
     wheels = {wheel.sha256: wheel for wheel in queries.wheels(session, {pin.sha256 for pin in pins})}
@@ -105,9 +104,10 @@ def resolve_bundle(
     )
 
 
-def _check_names(session: Session, sets: Sequence[PinSet], names: Sequence[str] | None) -> None:
-    found = {pin_set.name for pin_set in sets}
-    if unknown := sorted(set(names or ()) - found):
+def known_pin_sets(session: Session, names: Sequence[str] | None) -> list[PinSet]:
+    """Return the revisions that the names, or all names, mean now. Raise PinSetUnknown."""
+    sets = queries.current_pin_sets(session, names)
+    if unknown := sorted(set(names or ()) - {pin_set.name for pin_set in sets}):
         known = [facts.name for facts in queries.pin_sets(session)]
         raise PinSetUnknown(
             f"this depot has no pin set {', '.join(map(repr, unknown))}",
@@ -116,6 +116,7 @@ def _check_names(session: Session, sets: Sequence[PinSet], names: Sequence[str] 
             found=", ".join(unknown),
             remedy="record it with POST /v1/pins or `kernel-depot materialize`",
         )
+    return sets
 
 
 def _refs(sets: Sequence[PinSet], resolution: Resolution) -> tuple[PinSetRef, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session, SQLModel
 
@@ -180,3 +181,12 @@ def _alembic() -> Any:
     config = Config()
     config.set_main_option("script_location", str(shipped_dir("migrations")).replace("%", "%%"))
     return config
+
+
+def upsert(session: Session, table: type[SQLModel]) -> Any:
+    """Return an INSERT that can say ON CONFLICT, of the session's database."""
+    if session.get_bind().dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        return postgresql.insert(table)
+    return sqlite.insert(table)

@@ -16,11 +16,10 @@ from threading import Event, Thread
 from typing import Any
 
 from sqlalchemy import Engine, delete, func, or_, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlmodel import Session, col, select
 
-from kernel_depot.catalog.database import reading, writing
+from kernel_depot.catalog.database import reading, upsert, writing
 from kernel_depot.catalog.tables import Lease
 from kernel_depot.liveness import is_dead, process_name
 
@@ -69,9 +68,8 @@ def _take(session: Session, key: str, owner: str, *, seconds: float, replacing: 
         "holder": f"{socket.gethostname()} pid {os.getpid()}",
         "expires_at": moment + timedelta(seconds=seconds),
     }
-    kind: Any = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    statement = (
-        kind(Lease)
+    statement: Any = (
+        upsert(session, Lease)
         .values(key=key, **values)
         .on_conflict_do_update(
             index_elements=["key"],
@@ -123,6 +121,12 @@ def kept(engine: Engine, lease: Acquired, *, seconds: float) -> Iterator[None]:
         done.set()
         thread.join()
         release(engine, lease)
+
+
+def is_live(session: Session, key: str) -> bool:
+    """Tell whether someone who may be alive holds the lease."""
+    lease = session.exec(select(Lease).where(Lease.key == key)).one_or_none()
+    return lease is not None and lease.expires_at >= _moment(session) and not is_dead(lease.owner)
 
 
 def remove_dead(engine: Engine) -> int:

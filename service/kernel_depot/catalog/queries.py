@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import func, or_, tuple_
 from sqlmodel import Session, col, select
 
+import kernel_depot.pins.pin as pins
 from kernel_depot.catalog.tables import (
     Blob,
     BundleRow,
@@ -23,7 +24,6 @@ from kernel_depot.catalog.tables import (
     Wheel,
     WheelFailure,
 )
-from kernel_depot.pins import pin as pins
 from kernel_depot.platform import Arch, CudaTag, Sm
 
 _CHUNK = 5000  # parameters a statement; SQLite takes 32,766, PostgreSQL 65,535
@@ -181,7 +181,7 @@ def artifacts(
         .where(col(Member.kind).is_not(None))
     )
     if project is not None:
-        query = query.where(Wheel.project == project)
+        query = query.where(Wheel.project == pins.project_word(project))
     if module is not None:
         query = query.where(Member.module == module)
     if kind is not None:

@@ -9,9 +9,10 @@ from datetime import datetime, timezone
 from typing import Any
 
 from sqlalchemy import delete, insert, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlmodel import Session, SQLModel, col, select
 
+import kernel_depot.pins.pin as pins
+from kernel_depot.catalog.database import upsert
 from kernel_depot.catalog.tables import (
     Blob,
     Inspection,
@@ -24,7 +25,6 @@ from kernel_depot.catalog.tables import (
     Wheel,
     WheelFailure,
 )
-from kernel_depot.pins import pin as pins
 from kernel_depot.wheels.extract import ExtractedWheel
 from kernel_depot.wheels.inspect import Inspection as Inspected
 
@@ -39,9 +39,7 @@ def now() -> datetime:
 def insert_absent(session: Session, table: type[SQLModel], rows: Sequence[Mapping[str, Any]]) -> int:
     """Insert the rows whose primary key is not there yet, in bulk; return how many were asked for."""
     if rows:
-        dialect = session.get_bind().dialect.name
-        kind = postgresql.insert if dialect == "postgresql" else sqlite.insert
-        session.connection().execute(kind(table).on_conflict_do_nothing(), list(rows))
+        session.connection().execute(upsert(session, table).on_conflict_do_nothing(), list(rows))
     return len(rows)
 
 
@@ -110,7 +108,7 @@ def record_wheel(
             {
                 "sha256": sha256,
                 "filename": wheel.filename,
-                "project": wheel.project,
+                "project": pins.project_word(wheel.project),
                 "version": wheel.version,
                 "arch": arch,
                 "size": wheel.size,

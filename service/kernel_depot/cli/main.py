@@ -76,21 +76,8 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import the module of the command `name` and return its click command.
-
-    Raise ExtraMissing when a library it needs is not installed.
-    """
-    entry = COMMANDS[name]
-    try:
-        module = import_module(entry.module)
-    except ModuleNotFoundError as error:
-        if entry.extra is None or (error.name or "").startswith("kernel_depot"):
-            raise
-        raise ExtraMissing(
-            f"`kernel-depot {name}` needs a library that is not installed",
-            found=f"no module named {error.name!r}",
-            remedy=f"pip install 'kernel-depot[{entry.extra}]'",
-        ) from error
+    """Import the module of the command `name` and return its click command."""
+    module = import_module(COMMANDS[name].module)
     command = typer.main.get_command(module.app)
     command.name = name
     return command
@@ -131,9 +118,26 @@ def main() -> None:
     except Exception as error:
         from kernel_depot.cli.render import show_failure
 
+        if isinstance(error, ModuleNotFoundError):
+            error = _named(error, arguments)
         debug = "--debug" in arguments or os.environ.get("KERNEL_DEPOT_DEBUG", "") not in ("", "0")
         show_failure(error, as_json="--json" in arguments, debug=debug)
         sys.exit(1)
+
+
+def _named(error: ModuleNotFoundError, arguments: list[str]) -> Exception:
+    """Say which extra brings a library that a command looked for, before or while it ran."""
+    name = next((word for word in arguments if not word.startswith("-")), "")
+    entry = COMMANDS.get(name)
+    if entry is None or entry.extra is None or (error.name or "").startswith("kernel_depot"):
+        return error
+    missing = ExtraMissing(
+        f"`kernel-depot {name}` needs a library that is not installed",
+        found=f"no module named {error.name!r}",
+        remedy=f"pip install 'kernel-depot[{entry.extra}]'",
+    )
+    missing.__cause__ = error
+    return missing
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,10 @@ def materialize(
 
     Exits 1 when a wheel could not be brought in, after trying all of them.
     """
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # imports and rows by the ten thousand, hardly any cycles among them
+    sys.setswitchinterval(0.0005)  # extraction needs the interpreter briefly but often while imports hold it
+
     from kernel_depot.jobs.local import materialize_files
     from kernel_depot.settings import load_settings
 

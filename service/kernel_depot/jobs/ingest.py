@@ -6,7 +6,6 @@ machine can begin while the catalog's libraries are still being imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Semaphore
@@ -16,7 +15,7 @@ from kernel_depot.jobs.progress import Progress, Stage, Step
 from kernel_depot.pins.pin import Pin
 from kernel_depot.platform import Arch
 from kernel_depot.store.blobs import StagedBlob
-from kernel_depot.wheels.extract import Expectation, ExtractedMember, ExtractedWheel, extract
+from kernel_depot.wheels.extract import Expectation, ExtractedWheel, extract
 from kernel_depot.wheels.fetch import Fetched, fetch
 from kernel_depot.wheels.inspect import Inspection, inspect
 from kernel_depot.wheels.policy import FetchPolicy
@@ -37,9 +36,9 @@ class Ready:
     def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
         """Return what is to be published: the distinct artifacts, and the wheel's own bytes."""
         blobs = [
-            StagedBlob(digest, member.size, member.staged)
+            StagedBlob(digest, member.size, member.staging / digest)
             for digest, member in self.extracted.blobs.items()
-            if member.staged is not None
+            if member.staging is not None
         ]
         if with_wheel:
             blobs.append(StagedBlob(sha256, self.extracted.size, self.wheel))
@@ -77,6 +76,14 @@ def ready(
         progress(Step(pin.filename, Stage.EXTRACTING, size, totals[0], members, totals[1]))
 
     arch = pin_arch(pin)
+    inspections: dict[str, Inspection] = {}
+
+    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
+        if kind in _INSPECTED:
+            found = inspect(content, kind=kind, arch=arch, where=f"{pin.filename}: {path}")
+            if found is not None:
+                inspections[sha256] = found
+
     with _extracting:
         extracted = extract(
             wheel,
@@ -89,26 +96,12 @@ def ready(
             ),
             on_totals=tell_totals,
             on_progress=tell,
+            look=look,
             threads=threads,
         )
-        inspections = inspect_members(list(extracted.blobs.values()), arch=arch, where=pin.filename)
     return Ready(wheel, extracted, inspections, fetched)
 
 
 def pin_arch(pin: Pin) -> Arch | None:
     """Return the CPU a pin's wheel is built for, None when its filename says any."""
     return None if pin.filename.endswith("-any.whl") else pin.arch
-
-
-def inspect_members(
-    members: Sequence[ExtractedMember], *, arch: Arch | None, where: str
-) -> dict[str, Inspection]:
-    """Inspect staged artifacts that carry code; by SHA-256. Raise what `wheels.inspect` raises."""
-    found: dict[str, Inspection] = {}
-    for member in members:
-        if member.kind not in _INSPECTED or member.staged is None:
-            continue
-        inspection = inspect(member.staged, kind=member.kind, arch=arch, where=f"{where}: {member.path}")
-        if inspection is not None:
-            found[member.sha256] = inspection
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,11 @@ import rfc8785
 
 from kernel_depot.digest import sha256_bytes
 from kernel_depot.platform import Arch, CudaTag, Sm
+
+
+def project_word(name: str) -> str:
+    """Return a project's name as tables and answers spell it: normalized (PEP 503), with underscores."""
+    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 @dataclass(frozen=True, slots=True)

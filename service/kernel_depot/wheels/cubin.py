@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from typing import Protocol
 
 from kernel_depot.platform import Sm
-from kernel_depot.wheels.fatbin import Buffer
 from kernel_depot.wheels.inspect_problems import CubinInvalid
 
 EM_CUDA = 190
@@ -29,6 +29,14 @@ _TOOL_TARGET = re.compile(rb"-(?:arch|-gpu-name)[ =]sm_(\d{2,3})([af]?)(?![0-9A-
 _MAX_NOTE = 1 << 16
 
 
+class Sliceable(Protocol):
+    """Bytes in memory, or a file that reads the slices it is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> bytes | memoryview: ...
+
+
 @dataclass(frozen=True, slots=True)
 class CubinTarget:
     """What a cubin runs on; `sm` None when its ABI version is one this reader does not know."""
@@ -37,7 +45,7 @@ class CubinTarget:
     abi: int
 
 
-def read_cubin(data: Buffer, *, where: str) -> CubinTarget:
+def read_cubin(data: Sliceable, *, where: str) -> CubinTarget:
     """Read a cubin's target. Raise CubinInvalid for anything but a well-formed ELF64 file of EM_CUDA."""
     size = len(data)
     if size < _HEADER.size:
@@ -46,10 +54,13 @@ def read_cubin(data: Buffer, *, where: str) -> CubinTarget:
         magic, file_class, order, _version, _os, abi, _type, machine, _version2,
         _entry, _programs, sections, flags, _size, _program_size, _program_count,
         section_size, section_count, _names,
-    ) = _HEADER.unpack_from(data)  # fmt: skip
+    ) = _HEADER.unpack(data[: _HEADER.size])  # fmt: skip
     if magic != b"\x7fELF" or file_class != 2 or order != 1:
         raise CubinInvalid(
-            "the file is not little-endian ELF64", where=where, expected="7f454c460201", found=data[:6].hex()
+            "the file is not little-endian ELF64",
+            where=where,
+            expected="7f454c460201",
+            found=bytes(data[:6]).hex(),
         )
     if machine != EM_CUDA:
         raise CubinInvalid("the ELF file is not for a GPU", where=where, expected=EM_CUDA, found=machine)
@@ -66,7 +77,7 @@ def read_cubin(data: Buffer, *, where: str) -> CubinTarget:
     return CubinTarget(Sm(number // 10, number % 10, suffix), abi)
 
 
-def _suffix(data: Buffer, sections: int, count: int, number: int, *, where: str) -> str | None:
+def _suffix(data: Sliceable, sections: int, count: int, number: int, *, where: str) -> str | None:
     """Return the suffix that a note or `.nv.compat` tells; None when neither says anything."""
     compat: str | None = None
     table = bytes(data[sections : sections + count * _SECTION.size])

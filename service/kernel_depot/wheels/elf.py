@@ -30,14 +30,14 @@ MACHINES = {
 _HEADER = struct.Struct("<HHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_SHT_NOBITS, _SHT_DYNSYM = 8, 11
+_SHT_DYNAMIC, _SHT_NOBITS, _SHT_DYNSYM, _SHT_VERNEED = 6, 8, 11, 0x6FFFFFFE
 _ET_DYN = 3
 _GLOBAL = (1, 2, 10)  # STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE
 _MAX_SECTIONS = 4096
 _MAX_TABLE = 256 << 20
 _MAX_NAME = 4096
 _MAX_EXPORTS = 1 << 16
-_PATIENCE = 16 << 20
+_PATIENCE = 4 << 20
 _DOTTED = re.compile(r"\d{1,4}(\.\d{1,4}){1,3}")
 
 
@@ -139,7 +139,7 @@ def read_shared_object(data: Buffer, *, prefix: str, wanted: frozenset[str], whe
         if section.kind == _SHT_DYNSYM:
             exports.update(_exports(data, section, sections[section.link], prefix.encode(), where=where))
     try:
-        soname, needed, versions = _dynamic(_Impatient(data, where=where))
+        soname, needed, versions = _dynamic(_Impatient(data, where=where), sections)
     except ElfInvalid:
         raise
     except Exception as error:
@@ -212,7 +212,7 @@ def _exports(data: Buffer, symbols: _Section, strings: _Section, prefix: bytes, 
     return {_string(data, strings, offset, where=where) for offset in offsets}
 
 
-def _dynamic(stream: _Impatient) -> tuple[str | None, tuple[str, ...], set[str]]:
+def _dynamic(stream: _Impatient, sections: list[_Section]) -> tuple[str | None, tuple[str, ...], set[str]]:
     """Return SONAME, NEEDED and the needed versions' names."""
     from elftools.elf.dynamic import DynamicSection
     from elftools.elf.elffile import ELFFile
@@ -221,7 +221,11 @@ def _dynamic(stream: _Impatient) -> tuple[str | None, tuple[str, ...], set[str]]
     soname: str | None = None
     needed: list[str] = []
     versions: set[str] = set()
-    for section in ELFFile(cast(IO[bytes], stream)).iter_sections():
+    elf = ELFFile(cast(IO[bytes], stream))
+    for index, known in enumerate(sections):
+        if known.kind not in (_SHT_DYNAMIC, _SHT_VERNEED):
+            continue
+        section = elf.get_section(index)
         if isinstance(section, DynamicSection):
             for tag in section.iter_tags():
                 # The library adds the attribute `soname` or `needed` to tags of that name only.

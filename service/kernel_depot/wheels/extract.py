@@ -41,6 +41,7 @@ _HASH_PIECE = 8 << 20
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 Progress = Callable[[int, int], None]
+Look = Callable[[str, ArtifactKind, str, "bytes | Path"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,16 @@ def extract(
     limits: ArchiveLimits | None = None,
     on_progress: Progress | None = None,
     on_totals: Progress | None = None,
+    look: Look | None = None,
     threads: int = 2,
 ) -> ExtractedWheel:
     """Verify `wheel` and write its artifacts into `staging`, each named by its SHA-256, mode 0444.
 
     `staging` is the caller's and private; on failure it may hold files, which the caller removes. The file
     must not change meanwhile. `on_totals` is told once the unpacked bytes and the members there are,
-    `on_progress` those done so far, from any thread but never from two at once.
+    `on_progress` those done so far, from any thread but never from two at once. `look` is shown each distinct
+    artifact once it is verified, from several threads: its path, kind, SHA-256, and its content while that is
+    in memory or the staged file of a large one; what it raises refuses the wheel.
     Raise the errors of `wheels.errors`; the wheel's own digest, when expected, goes before any other.
     """
     name = read_filename(expect.filename)
@@ -116,7 +120,7 @@ def extract(
         if os.fstat(file.fileno()).st_size == 0:
             raise ArchiveTruncated("the wheel is an empty file", where=name.filename)
         data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    job = _Extraction(data, name, expect, staging, limits or ArchiveLimits(), _Meter(on_progress))
+    job = _Extraction(data, name, expect, staging, limits or ArchiveLimits(), _Meter(on_progress), look)
     with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="extract") as pool:
         whole = pool.submit(job.check_whole) if expect.sha256 is not None else None
         try:
@@ -197,6 +201,7 @@ class _Extraction:
         staging: Path,
         limits: ArchiveLimits,
         meter: _Meter,
+        look: Look | None,
     ) -> None:
         self.stop = Event()
         self.abandoned = Event()
@@ -207,6 +212,7 @@ class _Extraction:
         self._prefix = f"{staging}/"
         self._limits = limits
         self._meter = meter
+        self._look = look
         self._rows: dict[str, RecordRow] = {}
         self._digests: dict[str, str] = {}
         self._kinds: dict[str, tuple[ArtifactKind | None, str | None]] = {}
@@ -303,6 +309,7 @@ class _Extraction:
                 _write(descriptor, content)
             finally:
                 os.close(descriptor)
+            self._show(member, sha256, content)
         return sha256
 
     def _verify_large(self, member: Member) -> str:
@@ -331,7 +338,8 @@ class _Extraction:
             self._check_row(member, row, proof.digest())
         sha256 = digest.hexdigest()
         if kept and self._claim(sha256):
-            private.rename(self._staging / sha256)
+            staged = private.rename(self._staging / sha256)
+            self._show(member, sha256, staged)
         elif kept:
             private.unlink()
         return sha256
@@ -342,6 +350,11 @@ class _Extraction:
     def _is_kept(self, member: Member) -> bool:
         kind, _ = self._kinds.get(member.name, (None, None))
         return kind is not None
+
+    def _show(self, member: Member, sha256: str, content: bytes | Path) -> None:
+        kind, _ = self._kinds[member.name]
+        if self._look is not None and kind is not None:
+            self._look(member.name, kind, sha256, content)
 
     def _claim(self, sha256: str) -> bool:
         """Tell whether the caller is the first to have this content, who then stages it."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from kernel_depot.digest import sha256_file
@@ -33,7 +34,9 @@ from kernel_depot.wheels.fetch_problems import (
 )
 from kernel_depot.wheels.partial import Origin, Partial
 from kernel_depot.wheels.policy import FetchPolicy
-from kernel_depot.wheels.upstream import Answer, Upstream, check_url
+
+if TYPE_CHECKING:
+    from kernel_depot.wheels.upstream import Answer, Upstream
 
 __all__ = ["FetchPolicy", "Fetched", "fetch"]
 
@@ -75,7 +78,7 @@ def fetch(
     if dest.exists():
         if sha256_file(dest) == sha256:
             return Fetched(dest, dest.stat().st_size, attempts=0, resumed_bytes=0, url=shown(url))
-        dest.unlink()
+        dest.unlink(missing_ok=True)
     job = _Download(url, sha256, dest, policy, size, on_progress)
     if url[:5].lower() == "file:":
         return job.copy()
@@ -112,8 +115,11 @@ class _Download:
         return shown(self.url)
 
     def download(self) -> Fetched:
+        # Not at the top: a local file needs no TLS and no HTTP client.
+        from kernel_depot.wheels.upstream import Upstream, check_url
+
         check_url(self.url, self.policy)
-        with Partial.open(self.dest, url=self.url) as part, Upstream(self.policy) as upstream:
+        with Partial.open(self.dest, url=self.where) as part, Upstream(self.policy) as upstream:
             try:
                 if part.size > self.limit:
                     part.restart()
@@ -243,7 +249,9 @@ class _Download:
         if total is not None:
             self._check_length(total)
         self.resumed = 0
-        part.restart(Origin(self.url, answer.headers.get("etag"), answer.headers.get("last-modified"), total))
+        part.restart(
+            Origin(self.where, answer.headers.get("etag"), answer.headers.get("last-modified"), total)
+        )
         return total if total is not None else self.size
 
     def _continued(self, part: Partial, answer: Answer) -> int | None:
@@ -319,7 +327,7 @@ class _Download:
             raise self._unreadable("not a regular file")
         with open(descriptor, "rb", buffering=0) as file:
             self._check_length(facts.st_size)
-            with Partial.open(self.dest, url=self.url) as part:
+            with Partial.open(self.dest, url=self.where) as part:
                 try:
                     part.restart()
                     self._check_room(part, facts.st_size)

@@ -109,6 +109,14 @@ class ProxyUnusable(FetchError):
     status = 500
 
 
+class CaBundleUnusable(FetchError):
+    """The file of certificate authorities is absent or no such file."""
+
+    slug = "ca-bundle-unusable"
+    title = "CA bundle unusable"
+    status = 500
+
+
 class UpstreamStatus(FetchError):
     """An HTTP status that is not the file."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from pathlib import Path
 
 from kernel_depot.bundle import ArtifactKind
 from kernel_depot.platform import Arch
-from kernel_depot.wheels.cubin import read_cubin
+from kernel_depot.wheels.cubin import Sliceable, read_cubin
 from kernel_depot.wheels.fatbin import MAGIC, Buffer, FatbinEntry, read_fatbin, targets
-from kernel_depot.wheels.inspect_problems import CubinInvalid, ElfInvalid, WrongMachine
+from kernel_depot.wheels.inspect_problems import CubinInvalid, WrongMachine
 
 FUNCTION_PREFIX = "__tvm_ffi_"
 FATBIN_SECTIONS = frozenset({".nv_fatbin", "__nv_relfatbin"})
@@ -44,16 +45,19 @@ def inspect(source: Path | Buffer, *, kind: ArtifactKind, arch: Arch | None, whe
     WrongMachine, ElfInvalid, FatbinInvalid or CubinInvalid.
     """
     if kind is ArtifactKind.CUBIN:
-        return _inspect_cubin(source.read_bytes() if isinstance(source, Path) else source, where=where)
+        if not isinstance(source, Path):
+            return _inspect_cubin(source, where=where)
+        with _Pieces(source) as pieces:
+            return _inspect_cubin(pieces, where=where)
     if kind in (ArtifactKind.MODULE, ArtifactKind.TVM_FFI):
-        with _mapped(source, where=where) as data:
+        with _mapped(source) as data:
             return _inspect_library(data, arch=arch, where=where)
     return None
 
 
-def _inspect_cubin(data: Buffer, *, where: str) -> Inspection:
-    if bytes(data[:4]) == MAGIC:
-        found = targets(read_fatbin(data, start=0, end=len(data), where=where))
+def _inspect_cubin(data: Sliceable, *, where: str) -> Inspection:
+    if data[:4] == MAGIC:
+        found = targets(read_fatbin(bytes(data[:]), start=0, end=len(data), where=where))
         if not found.sms and not found.ptx:
             raise CubinInvalid("the fatbin holds no code", where=where)
         return Inspection("fatbin", "cuda", sms=found.sms, ptx=found.ptx)
@@ -91,16 +95,38 @@ def _inspect_library(data: Buffer, *, arch: Arch | None, where: str) -> Inspecti
     )
 
 
+class _Pieces:
+    """A file of which only the slices asked for are read: cheaper for small files than mapping them."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> _Pieces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        start, stop, _step = part.indices(self._size)
+        return os.pread(self._descriptor, stop - start, start) if stop > start else b""
+
+
 @contextmanager
-def _mapped(source: Path | Buffer, *, where: str) -> Iterator[Buffer]:
+def _mapped(source: Path | Buffer) -> Iterator[Buffer]:
     """Give the bytes of `source`, mapped so that only what is read of a large file comes into memory."""
     if not isinstance(source, Path):
         yield source
         return
     with source.open("rb") as file:
-        try:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise ElfInvalid("the file is empty", where=where) from error
+        size = os.fstat(file.fileno()).st_size
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
+    if mapping is None:
+        yield b""
+        return
     with mapping:
         yield mapping

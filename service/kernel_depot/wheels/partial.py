@@ -15,6 +15,7 @@ import os
 import secrets
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a partial's bytes came from: enough to ask for the rest of the very same file."""
+    """Where a partial's bytes came from: enough to ask for the rest of the very same file.
+
+    `url` is without its query, which is where signatures are and changes from one answer to the next.
+    """
 
     url: str
     etag: str | None = None
@@ -65,11 +69,7 @@ class Partial:
         """
         try:
             dest.parent.mkdir(parents=True, exist_ok=True)
-            found = sorted(
-                (path for path in dest.parent.glob(f"{_escaped(dest.name)}.*.part")),
-                key=lambda path: path.stat().st_size if path.exists() else -1,
-                reverse=True,
-            )
+            found = sorted(dest.parent.glob(f"{escape(dest.name)}.*.part"), key=_size, reverse=True)
             adopted: Partial | None = None
             for path in found:
                 descriptor = _take(path)
@@ -225,8 +225,11 @@ def _read_origin(path: Path) -> Origin | None:
     return origin
 
 
-def _escaped(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def _write_failure(error: OSError, path: Path) -> FetchError:

