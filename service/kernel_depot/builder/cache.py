@@ -45,6 +45,7 @@ class BuiltModule:
     size: int
     sms: tuple[str, ...]
     glibc: str | None
+    glibcxx: str | None
     functions: tuple[str, ...]
     recipe: str
     toolchain: dict[str, Any]

@@ -185,6 +185,7 @@ def _examined(
         size=len(content),
         sms=recipe.sms,
         glibc=found.glibc,
+        glibcxx=found.glibcxx,
         functions=found.functions,
         recipe=recipe.digest,
         toolchain=shop.toolchain.identity,

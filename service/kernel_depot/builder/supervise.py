@@ -1,9 +1,9 @@
 """Run one command within limits, and nothing of it any longer than the process that asked for it.
 
 A program of its own, standard library only: `python -I -S supervise.py` reads one line of JSON, the
-order, from standard input and writes one line, the outcome, to standard output. It must lead a session of
-its own, which the command shares; when the order's sender closes standard input or dies, or a limit is
-passed, every process of the session is killed.
+order, from standard input and writes one line, the outcome, to standard output. When the order's sender
+closes standard input or dies, when a limit is passed and when the command has ended, every process that
+came of it is killed: orphans among them become children of this one (PR_SET_CHILD_SUBREAPER, prctl(2)).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 _CLONE_NEWUSER = 0x10000000  # unshare(2)
 _CLONE_NEWNET = 0x40000000
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
 
@@ -29,6 +30,7 @@ _GRACE_SECONDS = 5.0
 def main() -> None:
     """Carry out the order on standard input."""
     order = json.loads(sys.stdin.buffer.readline())
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print(json.dumps(run(order, isolated=leave_network())), flush=True)
 
 
@@ -72,7 +74,7 @@ def run(order: dict[str, Any], *, isolated: bool) -> dict[str, Any]:
             ready, _, _ = select.select([sys.stdin, exited], [], [], _POLL_SECONDS)
             if exited in ready:
                 continue
-            used = memory_of_session(os.getpid())
+            used = memory_of_descendants()
             peak = max(peak, used)
             if sys.stdin in ready:
                 reason = "stopped"
@@ -94,25 +96,27 @@ def run(order: dict[str, Any], *, isolated: bool) -> dict[str, Any]:
     }
 
 
-def memory_of_session(session: int) -> int:
-    """Return the resident bytes of a session's processes but its leader (proc(5), fields 6 and 24)."""
+def memory_of_descendants() -> int:
+    """Return the resident bytes of all processes that came of this one (proc(5), field 24)."""
     page = os.sysconf("SC_PAGE_SIZE")
-    return sum(int(fields[21]) * page for _, fields in _members(session))
+    return sum(int(fields[21]) * page for fields in _descendants().values())
 
 
-def _members(session: int) -> list[tuple[int, list[str]]]:
-    found: list[tuple[int, list[str]]] = []
+def _descendants() -> dict[int, list[str]]:
+    """Return what /proc/PID/stat tells of each live process that came of this one, from field 3 on."""
+    everyone: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
-        name = entry.name
-        if not name.isdigit() or int(name) == session:
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] not in ("Z", "X"):
-            found.append((int(name), fields))
-    return found
+        if entry.name.isdigit():
+            with suppress(OSError):
+                everyone[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+    family = {os.getpid()}
+    grown = True
+    while grown:
+        children = {pid for pid, fields in everyone.items() if int(fields[1]) in family}
+        grown = not children <= family
+        family |= children
+    family.discard(os.getpid())
+    return {pid: everyone[pid] for pid in family if everyone[pid][0] not in ("Z", "X")}
 
 
 def _end(process: subprocess.Popen[bytes], *, gently: bool) -> None:
@@ -121,13 +125,15 @@ def _end(process: subprocess.Popen[bytes], *, gently: bool) -> None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-    while members := _members(os.getpid()):
-        for pid, _ in members:
+    while members := _descendants():
+        for pid in members:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.poll()
         time.sleep(0.01)
     process.wait()
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 if __name__ == "__main__":

@@ -139,14 +139,12 @@ def examine(
     """Return what a build of the plan would use and what is missing; nothing is fetched."""
     arch = Arch.parse(host_platform.machine())
     checks: list[Check] = []
-    root: Path | None = None
-    for candidate in roots:
-        problem = _lacks(candidate, plan.cuda)
-        if problem is None and root is None:
-            root = candidate
-            checks.append(Check("CUDA", True, f"the system's, {candidate}"))
-        elif problem is not None and candidate.is_dir():
-            checks.append(Check("CUDA", root is not None, f"{candidate}: {problem}"))
+    root = next((candidate for candidate in roots if _lacks(candidate, plan.cuda) is None), None)
+    if root is not None:
+        checks.append(Check("CUDA", True, f"the system's, {root}"))
+    else:
+        seen = [f"{one} {_lacks(one, plan.cuda)}" for one in roots if one.is_dir()]
+        checks.append(Check("CUDA", True, "not the system's: " + ("; ".join(seen) or "there is none")))
     parts = {"compiler"} if root is None else set()
     parts |= {part for part in plan.needs if root is None or not _has(root, part)}
     for part in sorted(parts):

@@ -18,7 +18,10 @@ from kernel_depot.platform import Arch
 
 PROJECT = "flashinfer_jit_cache"
 _TIME = (1980, 1, 1, 0, 0, 0)
-_OLDEST_GLIBC = "2.17"
+_OLDEST_GLIBC = (2, 17)
+# The glibc of the oldest manylinux whose libstdc++ has a GLIBCXX_3.4.N (auditwheel's policies).
+_GLIBC_OF_GLIBCXX = ((19, (2, 17)), (22, (2, 24)), (24, (2, 28)), (28, (2, 31)), (29, (2, 34)), (30, (2, 35)))
+_NEWEST_GLIBC = (2, 39)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +115,21 @@ def _member(name: str) -> zipfile.ZipInfo:
 
 
 def _platform_tag(modules: Sequence[BuiltModule], arch: Arch) -> str:
-    """Return the tag of the oldest glibc that has every symbol version the modules ask for (PEP 600)."""
-    versions = [module.glibc for module in modules if module.glibc] + [_OLDEST_GLIBC]
-    major, minor = max(tuple(int(part) for part in version.split(".")[:2]) for version in versions)
+    """Return the tag of the oldest system that has every symbol version the modules ask for (PEP 600)."""
+    needed = [_OLDEST_GLIBC]
+    for module in modules:
+        if module.glibc:
+            needed.append(_pair(module.glibc))
+        if module.glibcxx:
+            patch = int(module.glibcxx.split(".")[2]) if module.glibcxx.count(".") == 2 else 0
+            needed.append(next((old for last, old in _GLIBC_OF_GLIBCXX if patch <= last), _NEWEST_GLIBC))
+    major, minor = max(needed)
     return f"manylinux_{major}_{minor}_{arch}"
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _init(version: str, modules: Sequence[BuiltModule], plan: Plan) -> str:
