@@ -116,10 +116,10 @@ def test_several_failures_are_told_together(bench: Any) -> None:
 
 
 def test_memory_limit(bench: Any) -> None:
-    plan = bench.plan("cascade", "page", limits="memory_gib = 0.25")
+    plan = bench.plan("cascade", "page", limits="memory_gib = 0.125")
     with pytest.raises(CompilerOutOfMemory, match="cascade") as caught:
         bench.build(plan)
-    assert caught.value.expected == "at most 0.25 GiB"
+    assert caught.value.expected == "at most 0.125 GiB"
 
 
 def test_time_limit(bench: Any) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -156,8 +157,12 @@ def build(
         given = options.source if wheel is wanted.source else None
         return bring(wheel, cache=cache, settings=settings, given=given, progress=progress)
 
+    @lru_cache(maxsize=1)
+    def tree() -> Path:
+        return source_tree(fetch(wanted.source), wanted.source, cache=cache)
+
     toolchain = open_toolchain(wanted, cache=cache, roots=options.roots, bring=fetch)
-    recipes = _recipes(wanted, toolchain, cache=cache, fetch=fetch)
+    recipes = _recipes(wanted, toolchain, cache=cache, tree=tree)
     chosen = _chosen(recipes, options.modules, wanted)
     merged = _merged(options.merge, wanted, cache=cache)
     found: dict[str, tuple[BuiltModule, Path]] = {}
@@ -180,9 +185,8 @@ def build(
     path: Path | None = None
     if not options.dry_run:
         if missing:
-            tree = source_tree(fetch(wanted.source), wanted.source, cache=cache)
             built = _compile_all(
-                missing, wanted, toolchain, tree=tree, jobs=options.jobs, cache=cache, watch=watch
+                missing, wanted, toolchain, tree=tree(), jobs=options.jobs, cache=cache, watch=watch
             )
             for recipe in missing:
                 found[recipe.uri] = built[recipe.uri]
@@ -204,17 +208,17 @@ def build(
 
 
 def _recipes(
-    plan: Plan, toolchain: Toolchain, *, cache: BuildCache, fetch: Callable[[PinnedWheel], Path]
+    plan: Plan, toolchain: Toolchain, *, cache: BuildCache, tree: Callable[[], Path]
 ) -> list[Recipe]:
     """Return every module's recipe in the plan's order. Raise what keeps one from being compiled."""
     known = {request: known_recipe(request, plan, toolchain, cache=cache) for request in plan.requests}
     new = [request for request, recipe in known.items() if recipe is None]
     refused: list[BuildError] = []
     if new:
-        tree = source_tree(fetch(plan.source), plan.source, cache=cache)
-        for metadata in tree.glob("*.dist-info/METADATA"):
+        source = tree()
+        for metadata in source.glob("*.dist-info/METADATA"):
             check_tvm_ffi(metadata.read_text(encoding="utf-8"), where=plan.source.filename)
-        for request, recipe in make_recipes(new, plan, toolchain, source=tree, cache=cache).items():
+        for request, recipe in make_recipes(new, plan, toolchain, source=source, cache=cache).items():
             if isinstance(recipe, BuildError):
                 refused.append(recipe)
             else:

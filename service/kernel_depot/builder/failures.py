@@ -87,7 +87,7 @@ def failure(uri: str, outcome: Outcome, limits: Limits, *, log: Path) -> BuildEr
         )
     if match := _NO_TARGET.search(text):
         return SmUnsupported(
-            f"the compiler has no code for {match[1] or match[2]}",
+            f"{uri}: the compiler has no code for {match[1] or match[2]}",
             where=where,
             remedy="choose another SM, or a plan with another CUDA tag",
             module=uri,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -66,11 +67,10 @@ def run(
         try:
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()
-            while stop is not None and not stop.wait(_POLL_SECONDS):
-                if process.poll() is not None:
+            while not select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
+                if stop is not None and stop.is_set():
+                    process.stdin.close()
                     break
-            if stop is not None and stop.is_set():
-                process.stdin.close()
             said = process.stdout.read()
             errors = process.stderr.read()
         except BaseException:
