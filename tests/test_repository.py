@@ -43,6 +43,11 @@ def test_no_unfinished_work_is_marked() -> None:
     assert lines_with(rf"\b({words})\b") == []
 
 
+def test_no_check_is_switched_off() -> None:
+    switches = "|".join(["type: " + "ignore", "pragma: no " + "cover", "NotImplemented" + "Error"])
+    assert lines_with(rf"({switches})\b") == []
+
+
 def test_no_path_of_one_machine() -> None:
     home = "/ro" + "ot/"
     assert lines_with(rf"(^|[^A-Za-z0-9_]){home}|/home/[a-z]+/") == []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, or_, tuple_
+from sqlalchemy import String, cast, func, or_, tuple_
 from sqlmodel import Session, col, select
 
 import kernel_depot.pins.pin as pins
@@ -192,8 +192,8 @@ def artifacts(
         query = query.where(col(Wheel.sha256).in_(select(PinRow.sha256).where(PinRow.cuda == str(cuda))))
     if sm is not None:
         # JSON arrays are compared as text: the element is quoted, so `sm_90` is not found in `sm_90a`.
-        listed = func.cast(col(Inspection.sms), Member.path.type)  # type: ignore[attr-defined]
-        query = query.where(listed.contains(f'"{sm.target}"'))
+        listed = cast(col(Inspection.sms), String)
+        query = query.where(listed.contains(f'"{sm.target}"', autoescape=True))
     if after is not None:
         wheel, _, path = after.partition("/")
         query = query.where(tuple_(col(Member.wheel), col(Member.path)) > (wheel, path))

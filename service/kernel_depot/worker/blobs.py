@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -14,6 +16,8 @@ from kernel_depot.worker.cache import Cache, storage_error
 from kernel_depot.worker.client import Endpoint
 from kernel_depot.worker.errors import BlobMismatch, ServerProtocol
 from kernel_depot.worker.transport import PIECE, Response, Transport, follow, retrying, unreachable
+
+HASHED_ASIDE = 16 << 20  # from this size on a blob is hashed beside its thread
 
 
 @dataclass
@@ -104,7 +108,7 @@ def fetch_blob(intake: Intake, *, sha256: str, size: int) -> None:
         download = _Download(intake, sha256=sha256, size=size, zstd=zstd)
         try:
             retrying(download.attempt, patience=intake.endpoint.patience)
-            found = download.digest.hexdigest()
+            found = download.digest
             if found == sha256:
                 download.publish()
                 intake.meter.add(blobs=1)
@@ -134,8 +138,7 @@ class _Download:
         self._size = size
         self._zstd = zstd
         self._staged = intake.private / sha256
-        self._buffer = memoryview(bytearray(min(PIECE, size + 1)))
-        self.digest = hashlib.sha256()
+        self._hashing = _Hashing(piece=min(PIECE, size + 1), aside=size >= HASHED_ASIDE)
         self.offset = 0
         self.decoded = False
         try:
@@ -144,6 +147,11 @@ class _Download:
             )
         except OSError as error:
             raise storage_error(error, where=intake.cache.root) from error
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all that was taken in."""
+        return self._hashing.hexdigest()
 
     def attempt(self) -> None:
         """Read on from where the last attempt stopped, to the end of the body."""
@@ -181,20 +189,21 @@ class _Download:
             )
 
     def _read(self, readinto: Callable[[memoryview], int], response: Response) -> None:
-        buffer, digest, meter = self._buffer, self.digest, self._intake.meter
+        hashing, meter = self._hashing, self._intake.meter
         begun = self.offset
         while True:
             self._intake.stop()
+            buffer = hashing.buffer()
             try:
                 count = readinto(buffer)
             except BadZstd:
                 # What was decoded before may be wrong as well: leave it to the digest.
-                digest.update(b"undecodable")
+                hashing.update(memoryview(b"undecodable"))
                 return
             if not count:
                 break
             piece = buffer[:count]
-            digest.update(piece)
+            hashing.update(piece)
             try:
                 _write(self._descriptor, piece)
             except OSError as error:
@@ -214,7 +223,7 @@ class _Download:
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
             self.offset = 0
-            self.digest = hashlib.sha256()
+            self._hashing.restart()
 
     def publish(self) -> None:
         """Give the verified bytes their name."""
@@ -226,7 +235,52 @@ class _Download:
 
     def close(self) -> None:
         """Close the private file; it goes with the private directory, or by the next attempt."""
+        self._hashing.close()
         os.close(self._descriptor)
+
+
+class _Hashing:
+    """A SHA-256 fed piece by piece; `aside` in a thread of its own, while the next piece is received."""
+
+    def __init__(self, *, piece: int, aside: bool) -> None:
+        self._buffers = [memoryview(bytearray(piece)) for _ in range(4 if aside else 1)]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash") if aside else None
+        self._pending: deque[Future[None]] = deque()
+        self._digest = hashlib.sha256()
+        self._next = 0
+
+    def buffer(self) -> memoryview:
+        """Return a buffer whose last content has been hashed."""
+        if len(self._pending) == len(self._buffers):
+            self._pending.popleft().result()
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next]
+
+    def update(self, piece: memoryview) -> None:
+        """Take in a piece, which stays as it is until its buffer is asked for again."""
+        if self._pool is None:
+            self._digest.update(piece)
+        else:
+            self._pending.append(self._pool.submit(self._digest.update, piece))
+
+    def hexdigest(self) -> str:
+        """Return the digest of all pieces."""
+        self._drain()
+        return self._digest.hexdigest()
+
+    def restart(self) -> None:
+        """Forget all pieces."""
+        self._drain()
+        self._digest = hashlib.sha256()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._pending.popleft().result()
 
 
 class BadZstd(Exception):
