@@ -22,6 +22,7 @@ ALLOWED = {
     "catalog": VALUES | {"pins", "wheels"},
     "jobs": VALUES | {"pins", "wheels", "store", "catalog", "settings"},
     "api": VALUES | {"pins", "wheels", "store", "catalog", "jobs", "settings"},
+    "builder": VALUES | {"pins", "wheels", "settings"},
     "worker": VALUES,
     "smoke": VALUES | {"worker"},
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def shipped_dir(name: str) -> Path:
-    """Return the directory `pins` or `migrations`, wherever this installation keeps it."""
+    """Return the directory `pins`, `builds` or `migrations`, wherever this installation keeps it."""
     package = Path(__file__).resolve().parent
     packed = package / "_shipped" / name
     if packed.is_dir():

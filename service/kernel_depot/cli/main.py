@@ -43,6 +43,9 @@ COMMANDS: dict[str, Command] = {
     "db": Command("kernel_depot.cli.db", "Create or upgrade the catalog's schema, or check it.", "server"),
     "serve": Command("kernel_depot.cli.serve", "Serve the catalog and the blobs over HTTP.", "server"),
     "tokens": Command("kernel_depot.cli.tokens", "Create, list and revoke bearer tokens.", "server"),
+    "build": Command(
+        "kernel_depot.cli.build", "Compile kernel modules from a pinned source into a wheel.", "build"
+    ),
     "sync": Command("kernel_depot.cli.sync", "Bring a bundle from a server into this node's cache."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
     "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
