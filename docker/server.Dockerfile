@@ -6,6 +6,7 @@ RUN python -m venv /opt/kernel-depot \
 COPY pyproject.toml README.md ./
 COPY service ./service
 COPY pins ./pins
+COPY builds ./builds
 COPY migrations ./migrations
 RUN /opt/kernel-depot/bin/pip install --no-cache-dir '.[server,postgres]'
 

@@ -1,10 +1,16 @@
 """The container files are pinned, unprivileged and watched."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DOCKER = Path(__file__).parents[1] / "docker"
 
@@ -20,6 +26,15 @@ def test_an_image_is_pinned_unprivileged_and_watched(name: str) -> None:
     assert "HEALTHCHECK" in final
     for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
         assert all((DOCKER.parent / word).exists() for word in source.split()), source
+
+
+@pytest.mark.parametrize("name", ["server.Dockerfile", "worker.Dockerfile"])
+def test_an_image_copies_all_that_the_package_is_built_from(name: str) -> None:
+    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())
+    packed = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    text = (DOCKER / name).read_text()
+    for folder in packed:
+        assert f"COPY {folder} ./{folder}\n" in text
 
 
 def test_the_worker_image_has_no_server() -> None:
