@@ -105,8 +105,20 @@ def test_a_conflict_between_two_files_is_found(tmp_path: Path) -> None:
     one.write_text(GOOD)
     two.write_text(GOOD.replace(SHA, OTHER))
     (problem,) = check([one, two])
-    assert (problem.code, problem.file) == ("hash-conflict", str(two))
-    assert str(one) in problem.message
+    assert (problem.code, problem.file, problem.line) == ("hash-conflict", str(two), 1)
+    assert f"in {one} line 1" in problem.message
+
+
+def test_a_file_with_another_error_still_takes_part_in_the_comparison(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.toml", tmp_path / "two.toml"
+    one.write_text(GOOD)
+    two.write_text(GOOD.replace(SHA, OTHER) + 'colour = "red"\n')
+    assert [item.code for item in check([one, two])] == ["unknown-key", "hash-conflict"]
+
+
+def test_a_conflict_within_a_file_is_said_once(tmp_path: Path) -> None:
+    second = GOOD.replace("cu130", "cu131").replace(SHA, OTHER)
+    assert findings(tmp_path, GOOD + second).count(("hash-conflict", 5)) == 1
 
 
 def test_a_platform_that_lacks_a_project_is_a_gap(tmp_path: Path) -> None:

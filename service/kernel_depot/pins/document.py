@@ -40,18 +40,18 @@ def read_pin_set(path: Path, *, allow_file_urls: bool = False) -> PinSet:
 
     Raise PinSetUnreadable for a file that cannot be opened, PinSetInvalid with every error found.
     """
-    pin_set, problems = examine_file(path, allow_file_urls=allow_file_urls)
-    if pin_set is None:
-        raise PinSetInvalid(problems, origin=str(path))
-    return pin_set
+    examined = examine_file(path, allow_file_urls=allow_file_urls)
+    if examined.pin_set is None:
+        raise PinSetInvalid(examined.problems, origin=str(path))
+    return examined.pin_set
 
 
 def parse_pin_set(text: str, *, name: str, origin: str, allow_file_urls: bool = False) -> PinSet:
     """Read a pin set's TOML text. Raise PinSetInvalid with every error found."""
-    pin_set, problems = examine_text(text, name=name, origin=origin, allow_file_urls=allow_file_urls)
-    if pin_set is None:
-        raise PinSetInvalid(problems, origin=origin)
-    return pin_set
+    examined = examine_text(text, name=name, origin=origin, allow_file_urls=allow_file_urls)
+    if examined.pin_set is None:
+        raise PinSetInvalid(examined.problems, origin=origin)
+    return examined.pin_set
 
 
 def pin_set_from_json(document: object, *, name: str, origin: str, allow_file_urls: bool = False) -> PinSet:
@@ -72,8 +72,17 @@ def pin_set_from_json(document: object, *, name: str, origin: str, allow_file_ur
     return PinSet(name=name, pins=tuple(item.pin for item in placed), text=text, origin=origin)
 
 
-def examine_file(path: Path, *, allow_file_urls: bool) -> tuple[PinSet | None, list[PinProblem]]:
-    """Read a pin-set file and return the set, or None when it has errors, with all findings.
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What a document holds: the set, None when it has errors; the pins that can be read; all findings."""
+
+    pin_set: PinSet | None
+    placed: tuple[Placed, ...]
+    problems: tuple[PinProblem, ...]
+
+
+def examine_file(path: Path, *, allow_file_urls: bool) -> Examined:
+    """Read a pin-set file and find everything that is wrong in it.
 
     Raise PinSetUnreadable when the file cannot be opened or is no UTF-8 text.
     """
@@ -103,29 +112,29 @@ def examine_file(path: Path, *, allow_file_urls: bool) -> tuple[PinSet | None, l
 
 def examine_text(
     text: str, *, name: str, origin: str, allow_file_urls: bool, cargo: bool = False
-) -> tuple[PinSet | None, list[PinProblem]]:
-    """Read TOML text and return the set, or None when it has errors, with all findings."""
+) -> Examined:
+    """Read TOML text and find everything that is wrong in it."""
     try:
         document: Document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:  # too many brackets within each other
         match = re.search(r"at line (\d+)", str(error))
         line = int(match[1]) if match else None
-        return None, [PinProblem(origin, None, line, "toml-syntax", str(error))]
+        return Examined(None, (), (PinProblem(origin, None, line, "toml-syntax", str(error)),))
     root: KeyPath = CARGO_PATH if cargo else ()
     reader = _Reader(origin=origin, lines=positions(text), root=root, allow_file_urls=allow_file_urls)
     pinned: Any = document
     for key in root:
         pinned = pinned.get(key) if isinstance(pinned, dict) else None
     if cargo and not isinstance(pinned, dict):
-        return None, [
-            PinProblem(origin, ".".join(CARGO_PATH), None, "no-pins", "this Cargo.toml carries no pins")
-        ]
+        absent = PinProblem(origin, ".".join(CARGO_PATH), None, "no-pins", "this Cargo.toml carries no pins")
+        return Examined(None, (), (absent,))
     placed = reader.read(_spread_flat(pinned) if cargo else pinned)
     problems = [*reader.problems, *set_problems(placed, reader.slots)]
-    if any(problem.severity is Severity.ERROR for problem in problems):
-        return None, problems
-    pins = tuple(item.pin for item in placed)
-    return PinSet(name=name, pins=pins, text=text, origin=origin), problems
+    pin_set = None
+    if not any(problem.severity is Severity.ERROR for problem in problems):
+        pins = tuple(item.pin for item in placed)
+        pin_set = PinSet(name=name, pins=pins, text=text, origin=origin)
+    return Examined(pin_set, tuple(placed), tuple(problems))
 
 
 @dataclass
