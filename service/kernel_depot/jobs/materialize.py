@@ -190,7 +190,8 @@ def materialize_wheel(
         time.sleep(delay)
         delay = min(delay * 1.5, _POLL[1])
     with leases.kept(depot.engine, lease, seconds=depot.settings.lease_seconds):
-        if waited and is_there(depot, pin.sha256):
+        # Whoever held the lease a moment ago may have brought the wheel between our two looks.
+        if is_there(depot, pin.sha256):
             return AlreadyThere(pin, waited)
         try:
             return _bring(depot, pin, progress, ahead)
