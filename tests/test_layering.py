@@ -22,9 +22,10 @@ ALLOWED = {
     "catalog": VALUES | {"pins", "wheels"},
     "jobs": VALUES | {"pins", "wheels", "store", "catalog", "settings"},
     "api": VALUES | {"pins", "wheels", "store", "catalog", "jobs", "settings"},
-    "builder": VALUES | {"pins", "wheels", "settings"},
+    "builder": VALUES | {"pins", "wheels", "settings", "kernels"},
     "worker": VALUES,
-    "smoke": VALUES | {"worker"},
+    "kernels": VALUES | {"worker"},
+    "smoke": VALUES | {"worker", "kernels"},
 }
 
 
@@ -69,7 +70,7 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("room", ["worker", "smoke"])
+@pytest.mark.parametrize("room", ["worker", "kernels", "smoke"])
 def test_the_worker_imports_no_server_library(room: str) -> None:
     for path in modules(room):
         used = {name.split(".")[0] for name in imported(path)} & SERVER_LIBRARIES

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kernel_depot.builder.errors import ModuleUriUnknown, PlanInvalid
+from kernel_depot.kernels import uri as uris
 
 Value = str | int | bool
 
@@ -132,40 +133,35 @@ _ATTENTION: Final[dict[str, Value]] = {
     "use_swa": False,
     "use_logits_cap": False,
 }
-_KV = "with_kv_cache_dtype_q_{dtype_q}_dtype_kv_{dtype_kv}_dtype_o_{dtype_o}"
-_IDX = "_dtype_idx_{dtype_idx}"
-_DIMS = "_head_dim_qk_{head_dim_qk}_head_dim_vo_{head_dim_vo}_posenc_{posenc}_use_swa_{use_swa}"
-_DIMS += "_use_logits_cap_{use_logits_cap}"
-
 PARAMETRIC: Final[Mapping[str, Family]] = {
     family.name: family
     for family in (
         Family(
             "single_decode",
-            f"single_decode_{_KV}{_DIMS}",
+            uris.SINGLE_DECODE,
             "attention",
             "gen_single_decode_module",
             _ATTENTION,
         ),
         Family(
             "batch_decode",
-            f"batch_decode_{_KV}{_IDX}{_DIMS}",
+            uris.BATCH_DECODE,
             "attention",
             "gen_batch_decode_module",
             _ATTENTION | {"dtype_idx": "i32"},
         ),
         Family(
             "single_prefill",
-            f"single_prefill_{_KV}{_DIMS}_f16qk_{{f16qk}}",
+            uris.SINGLE_PREFILL,
             "attention",
             "gen_single_prefill_module",
             _ATTENTION | {"f16qk": False},
             {"backend": "fa2"},
-            suffixes=("_sm90",),
+            suffixes=(uris.SM90,),
         ),
         Family(
             "batch_prefill",
-            f"batch_prefill_{_KV}{_IDX}{_DIMS}_f16qk_{{f16qk}}",
+            uris.BATCH_PREFILL,
             "attention",
             "gen_batch_prefill_module",
             _ATTENTION | {"dtype_idx": "i32", "f16qk": False},
@@ -175,12 +171,11 @@ PARAMETRIC: Final[Mapping[str, Family]] = {
                 "any": "gen_batch_prefill_module",
                 "equal": "modules._gen_batch_prefill_primary_module",
             },
-            suffixes=("_kv_stride_equal", "_sm90"),
+            suffixes=(uris.KV_STRIDE_EQUAL, uris.SM90),
         ),
         Family(
             "batch_mla",
-            "batch_mla_attention_dtype_q_{dtype_q}_dtype_kv_{dtype_kv}_dtype_o_{dtype_o}"
-            f"{_IDX}_head_dim_ckv_{{head_dim_ckv}}_head_dim_kpe_{{head_dim_kpe}}_profiler_{{profiler}}",
+            uris.BATCH_MLA,
             "attention",
             "gen_batch_mla_module",
             {
@@ -193,7 +188,7 @@ PARAMETRIC: Final[Mapping[str, Family]] = {
                 "profiler": False,
             },
             {"backend": "fa2"},
-            suffixes=("_planabi2", "_sm90"),
+            suffixes=(uris.PLAN_ABI_2, uris.SM90),
         ),
     )
 }
@@ -228,9 +223,9 @@ def request_uri(uri: str) -> Request:
         ends = {value for name, value in match.groupdict().items() if name.startswith("end")}
         for name, default in family.defaults.items():
             parameters[name] = _read(match[name], default)
-        if "_sm90" in ends:
+        if uris.SM90 in ends:
             parameters["backend"] = "fa3"
-        if "_kv_stride_equal" in ends:
+        if uris.KV_STRIDE_EQUAL in ends:
             parameters["kv_stride"] = "equal"
         return Request(family.name, tuple(sorted(parameters.items())), family.call(parameters), uri)
     raise ModuleUriUnknown(

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kernel_depot.cli.sync import CacheOption, JsonOption, ServerOption, TokenOption, default_cache
+from kernel_depot.cli.sync import CacheOption, JsonOption, ServerOption, TokenOption
+from kernel_depot.worker.location import default_cache
 
 if TYPE_CHECKING:
     from kernel_depot.worker.cache import Cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from kernel_depot.cli.sync import CacheOption, JsonOption, default_cache
+from kernel_depot.cli.sync import CacheOption, JsonOption
+from kernel_depot.worker.location import default_cache
 
 app = typer.Typer(add_completion=False)
 

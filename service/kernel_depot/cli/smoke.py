@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kernel_depot.cli.sync import CacheOption, JsonOption, default_cache
+from kernel_depot.cli.sync import CacheOption, JsonOption
+from kernel_depot.worker.location import default_cache
 
 app = typer.Typer(add_completion=False)
 

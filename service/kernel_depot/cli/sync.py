@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,17 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kernel_depot.worker.location import default_cache
+
 if TYPE_CHECKING:
     from kernel_depot.worker.blobs import Meter
     from kernel_depot.worker.sync import SyncReport
 
 app = typer.Typer(add_completion=False)
-
-
-def default_cache() -> Path:
-    """Where a node keeps its kernels when nothing else is said (XDG Base Directory Specification)."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "kernel-depot"
 
 
 CacheOption = Annotated[

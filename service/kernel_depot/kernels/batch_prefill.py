@@ -1,0 +1,344 @@
+"""Batch prefill: many requests of different lengths in one launch, keys ragged or in a paged cache.
+
+Argument lists: flashinfer csrc/batch_prefill_jit_binding.cu and batch_prefill_sm90_jit_binding.cu, 0.6.3 to
+0.7.4. Index arrays are planned on the host; the kernel reads copies that `plan` brings to the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kernel_depot.kernels.arguments import (
+    NO_SCALES,
+    Extras,
+    Scales,
+    batch_prefill_plan_tail,
+    batch_prefill_tail,
+)
+from kernel_depot.kernels.attention import (
+    Attention,
+    Backend,
+    Layout,
+    MaskMode,
+    PosEncoding,
+    choose_backend,
+    require_integer,
+)
+from kernel_depot.kernels.errors import InvalidArgument
+from kernel_depot.kernels.memory import Device
+from kernel_depot.kernels.operands import (
+    read_page_numbers,
+    read_paged,
+    read_queries,
+    read_ragged,
+    read_vector,
+    require_device,
+)
+from kernel_depot.kernels.plans import Pages, read_indptr, read_pages, require_length
+from kernel_depot.kernels.runtime import Function, Runtime, default_runtime, device_sm
+from kernel_depot.kernels.signatures import Sent, kinds
+from kernel_depot.kernels.streams import current_stream, stream_handle
+from kernel_depot.kernels.tensors import Tensor, fingerprint, is_on
+from kernel_depot.kernels.uri import batch_prefill_uri
+from kernel_depot.kernels.workspaces import Workspace, plan_void
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_T, _M, _I, _B, _F, _A = Sent.TENSOR, Sent.MAYBE, Sent.INT, Sent.BOOL, Sent.FLOAT, Sent.INTS
+_PLAN_HEAD = (_T,) * 6 + (_I,) * 5
+_RUN_HEAD = (_T, _T, _A, _T, _T, _T)
+_RUN_MIDDLE = (_T, _M, _I, _I, _I, _B)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a run needs of its plan. Index arrays are on the device."""
+
+    info: Any
+    generation: int
+    rows: int
+    kv_rows: int
+    batch_size: int
+    qo_indptr: Any
+    kv_indptr: Any
+    pages: Pages | None = None
+    kv_indices: Any = None
+    last_page_len: Any = None
+    page_count: int = 0
+
+
+class BatchPrefillPlan:
+    """One batch prefill on one device: `plan` for the lengths, then `run` for each layer.
+
+    Its workspace holds one plan at a time; not for two threads at once. The module is looked up when made:
+    raises ModuleMissing, NoCodeForGpu, InvalidArgument, and SignatureMismatch.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        *,
+        paged: bool,
+        device: Device,
+        backend: Backend = Backend.AUTO,
+        workspace: Workspace | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        runtime = runtime or default_runtime()
+        if not paged and attention.layout is not Layout.NHD:
+            raise InvalidArgument("layout", expected="NHD for ragged keys", found=attention.layout.name)
+        self.attention = attention
+        self.device = device
+        self.backend = choose_backend(attention, backend, sm=device_sm(device))
+        self.workspace = workspace if workspace is not None else Workspace(device)
+        if self.workspace.device != device:
+            raise InvalidArgument("workspace", expected=str(device), found=str(self.workspace.device))
+        self.uri = batch_prefill_uri(attention, self.backend, runtime.release)
+        self._release = runtime.release
+        self._paged = paged
+        module = runtime.module(self.uri, device=device)
+        self.module = module
+        plan_tail = kinds(self._plan_tail(False, -1, False, 0))
+        run_tail = kinds(
+            batch_prefill_tail(attention, self.backend, self._release, extras=Extras(), scales=NO_SCALES)
+        )
+        self._plan: Function = module.function("plan", _PLAN_HEAD + plan_tail)
+        indices = (_T,) * (4 if paged else 2)
+        self._run: Function = module.function(
+            "paged_run" if paged else "ragged_run", _RUN_HEAD + indices + _RUN_MIDDLE + run_tail
+        )
+        self._planned: _Planned | None = None
+        self._seen: tuple[Any, ...] | None = None
+
+    @classmethod
+    def ragged(cls, attention: Attention, *, device: Device, **options: Any) -> BatchPrefillPlan:
+        """Return a plan for keys and values [tokens, heads, dim], one request after another."""
+        return cls(attention, paged=False, device=device, **options)
+
+    @classmethod
+    def paged(cls, attention: Attention, *, device: Device, **options: Any) -> BatchPrefillPlan:
+        """Return a plan for keys and values in a paged cache."""
+        return cls(attention, paged=True, device=device, **options)
+
+    def plan(
+        self,
+        qo_indptr: object,
+        kv_indptr: object,
+        *,
+        kv_indices: object = None,
+        last_page_len: object = None,
+        page_size: int = 1,
+        cuda_graph: bool = False,
+        fixed_split_size: int = -1,
+        disable_split_kv: bool = False,
+        num_colocated_ctas: int = 0,
+        stream: object = None,
+    ) -> None:
+        """Plan for these lengths; copies go on `stream`, by default the caller's current one.
+
+        Host integers: `qo_indptr` [batch + 1] counts query tokens, `kv_indptr` [batch + 1] key tokens, or
+        pages of a paged cache, which also needs `kv_indices` (page numbers: host integers, or an int32 tensor
+        on the device, which must stay), `last_page_len` [batch] and `page_size`. Nothing is waited for.
+        Raise InvalidArgument, KernelCallFailed, CudaCallFailed.
+        """
+        import numpy as np
+
+        require_integer("fixed_split_size", fixed_split_size, at_least=-1)
+        require_integer("num_colocated_ctas", num_colocated_ctas, at_least=0)
+        qo = read_indptr("qo_indptr", qo_indptr)
+        batch_size = qo.size - 1
+        pages, kv, numbers, on_device = self._read_keys(
+            kv_indptr, kv_indices, last_page_len, page_size, batch_size=batch_size
+        )
+        lengths = pages.lengths if pages is not None else np.diff(kv)
+        self._require_causal_fits(np.diff(qo), lengths)
+        handle = current_stream(self.device) if stream is None else stream_handle(stream)
+        arrays = [qo, kv]
+        if pages is not None:
+            arrays.append(pages.last_page_len)
+            if numbers is not None:
+                arrays.append(numbers)
+        self._planned = self._seen = None
+        with self.workspace.planning(stream=handle) as staging:
+            placed = staging.index_arrays(arrays)
+            info = self._plan.on(
+                self.device,
+                handle,
+                (
+                    self.workspace.float_buffer,
+                    self.workspace.int_buffer,
+                    staging.pinned_buffer,
+                    qo,
+                    kv,
+                    lengths.astype(np.int32),
+                    int(qo[-1]),
+                    batch_size,
+                    self.attention.num_qo_heads,
+                    self.attention.num_kv_heads,
+                    page_size if pages is not None else 1,
+                    *self._plan_tail(cuda_graph, fixed_split_size, disable_split_kv, num_colocated_ctas),
+                ),
+            )
+        self._planned = _Planned(
+            info,
+            self.workspace.generation,
+            int(qo[-1]),
+            int(kv[-1]),
+            batch_size,
+            placed[0],
+            placed[1],
+            pages,
+            None if pages is None else (on_device if numbers is None else placed[3]),
+            None if pages is None else placed[2],
+            0 if numbers is None or not numbers.size else int(numbers.max()) + 1,
+        )
+
+    def run(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        *,
+        lse: Any | None = None,
+        extras: Extras | None = None,
+        scales: Scales = NO_SCALES,
+        enable_pdl: bool = False,
+        stream: object = None,
+    ) -> None:
+        """Compute into `out`, on `stream`, by default the caller's current one: the plan's, or one after it.
+
+        `q` [rows, num_qo_heads, head_dim_qk], `out` [rows, num_qo_heads, head_dim_vo], `lse` float32
+        [rows, num_qo_heads], base 2. `k` and `v` [kv_rows, num_kv_heads, dim] ragged, or the paged cache
+        [pages, page_size, num_kv_heads, dim] (NHD) or [pages, num_kv_heads, page_size, dim] (HND).
+        Raise InvalidArgument, KernelCallFailed.
+        """
+        planned = self._planned
+        if planned is None or planned.generation != self.workspace.generation:
+            raise plan_void(planned)
+        given = extras or Extras()
+        seen = fingerprint(q, k, v, out) if lse is None and extras is None else None
+        if seen is None or seen != self._seen:
+            self._check(q, k, v, out, lse, given, planned)
+            self._seen = seen
+        indices = (
+            (planned.qo_indptr, planned.kv_indptr)
+            if planned.pages is None
+            else (planned.qo_indptr, planned.kv_indptr, planned.kv_indices, planned.last_page_len)
+        )
+        attention = self.attention
+        arguments = (
+            self.workspace.float_buffer,
+            self.workspace.int_buffer,
+            planned.info,
+            q,
+            k,
+            v,
+            *indices,
+            out,
+            lse,
+            int(attention.mask),
+            int(attention.layout),
+            attention.window_left,
+            enable_pdl,
+            *batch_prefill_tail(attention, self.backend, self._release, extras=given, scales=scales),
+        )
+        if stream is None and seen is not None:
+            self._run(*arguments)
+        else:
+            self._run.on(self.device, current_stream(self.device) if stream is None else stream, arguments)
+
+    def _plan_tail(
+        self, cuda_graph: bool, fixed_split_size: int, disable_split_kv: bool, num_colocated_ctas: int
+    ) -> tuple[Any, ...]:
+        return batch_prefill_plan_tail(
+            self.attention,
+            self.backend,
+            self._release,
+            cuda_graph=cuda_graph,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            num_colocated_ctas=num_colocated_ctas,
+        )
+
+    def _read_keys(
+        self, kv_indptr: object, kv_indices: object, last_page_len: object, page_size: int, *, batch_size: int
+    ) -> tuple[Pages | None, NDArray[np.int32], NDArray[np.int32] | None, Any]:
+        """Return the pages, the indptr, and the page numbers: on the host, or as a tensor on the device."""
+        if not self._paged:
+            for name, value in (("kv_indices", kv_indices), ("last_page_len", last_page_len)):
+                if value is not None:
+                    raise InvalidArgument(
+                        name, expected="nothing for ragged keys", found=type(value).__name__
+                    )
+            kv = read_indptr("kv_indptr", kv_indptr)
+            require_length("kv_indptr", kv, batch_size + 1, why="one more than requests in qo_indptr")
+            return None, kv, None, None
+        pages = read_pages(kv_indptr, last_page_len, page_size, batch_size=batch_size)
+        if self.device.is_cuda and is_on(kv_indices, self.device):
+            tensor = read_vector("kv_indices", kv_indices, "i32", length=None, why="page numbers")
+            if tensor.shape[0] < pages.count:
+                raise InvalidArgument(
+                    "kv_indices", expected=f"at least {pages.count} page numbers", found=tensor.shape[0]
+                )
+            return pages, pages.indptr, None, kv_indices
+        return pages, pages.indptr, read_page_numbers(kv_indices, count=pages.count), None
+
+    def _require_causal_fits(self, qo_lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
+        """With a causal mask the last query sees the last key, so no request has more queries than keys."""
+        if self.attention.mask is not MaskMode.CAUSAL:
+            return
+        wrong = (qo_lengths > kv_lengths).nonzero()[0]
+        if wrong.size:
+            at = int(wrong[0])
+            raise InvalidArgument(
+                "qo_indptr",
+                expected=f"at most {int(kv_lengths[at])} queries, the keys of request {at} (causal)",
+                found=int(qo_lengths[at]),
+            )
+
+    def _check(self, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, planned: _Planned) -> None:
+        attention = self.attention
+        tensors = read_queries(q, out, lse, attention, rows=planned.rows, why="qo_indptr's end")
+        if planned.pages is None:
+            tensors += read_ragged(k, v, attention, rows=planned.kv_rows, why="kv_indptr's end")
+        else:
+            page_size = planned.pages.page_size
+            tensors += read_paged(k, v, attention, page_size=page_size, pages=planned.page_count)
+        tensors += check_extras(attention, extras, batch_size=planned.batch_size)
+        require_device(tensors, self.device)
+
+
+def check_extras(attention: Attention, extras: Extras, *, batch_size: int) -> list[Tensor]:
+    """Check the optional tensors that the mask and the position encoding need. Raise InvalidArgument."""
+    tensors: list[Tensor] = []
+    wanted: dict[str, tuple[bool, str, int | None, str]] = {
+        "custom_mask": (attention.mask is MaskMode.CUSTOM, "u8", None, "packed bits"),
+        "mask_indptr": (attention.mask is MaskMode.CUSTOM, "i32", batch_size + 1, "batch + 1"),
+        "alibi_slopes": (
+            attention.pos_encoding is PosEncoding.ALIBI,
+            "f32",
+            attention.num_qo_heads,
+            "num_qo_heads",
+        ),
+        "prefix_len": (attention.mask is MaskMode.MULTI_ITEM, "u32", batch_size, "batch"),
+        "token_pos_in_items": (attention.mask is MaskMode.MULTI_ITEM, "u16", None, "batch x row length"),
+        "max_item_len": (attention.mask is MaskMode.MULTI_ITEM, "u16", batch_size, "batch"),
+    }
+    for name, (needed, dtype, length, why) in wanted.items():
+        value = getattr(extras, name)
+        if needed and value is None:
+            raise InvalidArgument(name, expected=f"a {dtype} tensor [{why}]", found=None)
+        if not needed and value is not None:
+            raise InvalidArgument(
+                name,
+                expected=f"nothing with mask {attention.mask.name} and {attention.pos_encoding.name}",
+                found=type(value).__name__,
+            )
+        if value is not None:
+            tensors.append(read_vector(name, value, dtype, length=length, why=why))
+    require_integer("token_pos_in_items_len", extras.token_pos_in_items_len, at_least=0)
+    return tensors
