@@ -48,7 +48,7 @@ def single_prefill_tail(
         extras.custom_mask,
         extras.alibi_slopes,
         *_block_scales(release),
-        attention.logits_soft_cap,
+        float(attention.logits_soft_cap),
         attention.scale,
         attention.rope_rcp_scale,
         attention.rope_rcp_theta,
@@ -69,7 +69,7 @@ def batch_prefill_tail(
         extras.token_pos_in_items,
         extras.max_item_len,
         *_block_scales(release),
-        attention.logits_soft_cap,
+        float(attention.logits_soft_cap),
         attention.scale,
         attention.rope_rcp_scale,
         attention.rope_rcp_theta,
@@ -126,7 +126,7 @@ def _fa3_tail(attention: Attention, extras: Extras, scales: Scales, *, items: bo
         q_tensor, q_number = _split(scales.q)
         k_tensor, k_number = _split(scales.k)
         return q_tensor, k_tensor, v_tensor, attention.scale, q_number, k_number, v_number
-    numbers = (v_tensor, attention.logits_soft_cap, attention.scale, v_number)
+    numbers = (v_tensor, float(attention.logits_soft_cap), attention.scale, v_number)
     if not items:
         return numbers
     return (

@@ -139,7 +139,7 @@ class Attention:
     @property
     def scale(self) -> float:
         """The factor of the logits before the soft cap and the softmax."""
-        return self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(self.head_dim_qk)
+        return float(self.sm_scale) if self.sm_scale is not None else 1.0 / math.sqrt(self.head_dim_qk)
 
     @property
     def rope_rcp_scale(self) -> float:

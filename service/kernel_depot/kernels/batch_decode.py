@@ -108,7 +108,8 @@ class BatchDecodePlan:
         handle = current_stream(self.device) if stream is None else stream_handle(stream)
         self._planned = self._seen = None
         with self.workspace.planning(stream=handle) as staging:
-            placed = staging.index_arrays([pages.indptr, numbers, pages.last_page_len])
+            # Page numbers last: a captured run finds the others in the same places after every plan.
+            placed = staging.index_arrays([pages.indptr, pages.last_page_len, numbers])
             info = self._plan.on(
                 self.device,
                 handle,
@@ -131,7 +132,7 @@ class BatchDecodePlan:
                 ),
             )
         highest = int(numbers.max()) + 1 if numbers.size else 0
-        indptr, indices, last = placed
+        indptr, last, indices = placed
         self._planned = _Planned(
             info, self.workspace.generation, pages, batch_size, indptr, indices, last, highest
         )

@@ -32,10 +32,18 @@ from kernel_depot.kernels.operands import (
     read_paged,
     read_queries,
     read_ragged,
+    read_scales,
     read_vector,
     require_device,
 )
-from kernel_depot.kernels.plans import Pages, read_indptr, read_pages, require_length
+from kernel_depot.kernels.plans import (
+    Pages,
+    mask_indptr,
+    read_indptr,
+    read_pages,
+    require_causal,
+    require_length,
+)
 from kernel_depot.kernels.runtime import Function, Runtime, default_runtime, device_sm
 from kernel_depot.kernels.signatures import Sent, kinds
 from kernel_depot.kernels.streams import current_stream, stream_handle
@@ -68,6 +76,7 @@ class _Planned:
     kv_indices: Any = None
     last_page_len: Any = None
     page_count: int = 0
+    mask_bytes: int = 0
 
 
 class BatchPrefillPlan:
@@ -88,10 +97,14 @@ class BatchPrefillPlan:
         runtime: Runtime | None = None,
     ) -> None:
         runtime = runtime or default_runtime()
-        if not paged and attention.layout is not Layout.NHD:
-            raise InvalidArgument("layout", expected="NHD for ragged keys", found=attention.layout.name)
         self.attention = attention
         self.device = device
+        if not paged and attention.layout is not Layout.NHD:
+            if backend is Backend.FA3:
+                raise InvalidArgument(
+                    "layout", expected="NHD for ragged keys with fa3", found=attention.layout.name
+                )
+            backend = Backend.FA2  # the Hopper kernel takes ragged keys as NHD alone
         self.backend = choose_backend(attention, backend, sm=device_sm(device))
         self.workspace = workspace if workspace is not None else Workspace(device)
         if self.workspace.device != device:
@@ -115,7 +128,10 @@ class BatchPrefillPlan:
 
     @classmethod
     def ragged(cls, attention: Attention, *, device: Device, **options: Any) -> BatchPrefillPlan:
-        """Return a plan for keys and values [tokens, heads, dim], one request after another."""
+        """Return a plan for keys and values [tokens, heads, dim] (NHD) or [heads, tokens, dim] (HND).
+
+        Requests lie one after another. HND is FlashAttention 2's alone.
+        """
         return cls(attention, paged=False, device=device, **options)
 
     @classmethod
@@ -154,7 +170,9 @@ class BatchPrefillPlan:
             kv_indptr, kv_indices, last_page_len, page_size, batch_size=batch_size
         )
         lengths = pages.lengths if pages is not None else np.diff(kv)
-        self._require_causal_fits(np.diff(qo), lengths)
+        if self.attention.mask is MaskMode.CAUSAL:
+            require_causal(qo, lengths)
+        masks = mask_indptr(np.diff(qo), lengths) if self.attention.mask is MaskMode.CUSTOM else None
         handle = current_stream(self.device) if stream is None else stream_handle(stream)
         arrays = [qo, kv]
         if pages is not None:
@@ -194,6 +212,7 @@ class BatchPrefillPlan:
             None if pages is None else (on_device if numbers is None else placed[3]),
             None if pages is None else placed[2],
             0 if numbers is None or not numbers.size else int(numbers.max()) + 1,
+            0 if masks is None else int(masks[-1]),
         )
 
     def run(
@@ -212,7 +231,8 @@ class BatchPrefillPlan:
         """Compute into `out`, on `stream`, by default the caller's current one: the plan's, or one after it.
 
         `q` [rows, num_qo_heads, head_dim_qk], `out` [rows, num_qo_heads, head_dim_vo], `lse` float32
-        [rows, num_qo_heads], base 2. `k` and `v` [kv_rows, num_kv_heads, dim] ragged, or the paged cache
+        [rows, num_qo_heads], base 2. `k` and `v` ragged [kv_rows, num_kv_heads, dim] (NHD) or
+        [num_kv_heads, kv_rows, dim] (HND), or the paged cache
         [pages, page_size, num_kv_heads, dim] (NHD) or [pages, num_kv_heads, page_size, dim] (HND).
         Raise InvalidArgument, KernelCallFailed.
         """
@@ -220,9 +240,10 @@ class BatchPrefillPlan:
         if planned is None or planned.generation != self.workspace.generation:
             raise plan_void(planned)
         given = extras or Extras()
-        seen = fingerprint(q, k, v, out) if lse is None and extras is None else None
+        simple = lse is None and extras is None and scales is NO_SCALES
+        seen = fingerprint(q, k, v, out) if simple else None
         if seen is None or seen != self._seen:
-            self._check(q, k, v, out, lse, given, planned)
+            self._check(q, k, v, out, lse, given, scales, planned)
             self._seen = seen
         indices = (
             (planned.qo_indptr, planned.kv_indptr)
@@ -287,20 +308,9 @@ class BatchPrefillPlan:
             return pages, pages.indptr, None, kv_indices
         return pages, pages.indptr, read_page_numbers(kv_indices, count=pages.count), None
 
-    def _require_causal_fits(self, qo_lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
-        """With a causal mask the last query sees the last key, so no request has more queries than keys."""
-        if self.attention.mask is not MaskMode.CAUSAL:
-            return
-        wrong = (qo_lengths > kv_lengths).nonzero()[0]
-        if wrong.size:
-            at = int(wrong[0])
-            raise InvalidArgument(
-                "qo_indptr",
-                expected=f"at most {int(kv_lengths[at])} queries, the keys of request {at} (causal)",
-                found=int(qo_lengths[at]),
-            )
-
-    def _check(self, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, planned: _Planned) -> None:
+    def _check(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, scales: Scales, planned: _Planned
+    ) -> None:
         attention = self.attention
         tensors = read_queries(q, out, lse, attention, rows=planned.rows, why="qo_indptr's end")
         if planned.pages is None:
@@ -308,15 +318,23 @@ class BatchPrefillPlan:
         else:
             page_size = planned.pages.page_size
             tensors += read_paged(k, v, attention, page_size=page_size, pages=planned.page_count)
-        tensors += check_extras(attention, extras, batch_size=planned.batch_size)
+        tensors += check_extras(
+            attention, extras, batch_size=planned.batch_size, mask_bytes=planned.mask_bytes
+        )
+        tensors += read_scales(attention, self.backend, scales)
         require_device(tensors, self.device)
 
 
-def check_extras(attention: Attention, extras: Extras, *, batch_size: int) -> list[Tensor]:
-    """Check the optional tensors that the mask and the position encoding need. Raise InvalidArgument."""
+def check_extras(attention: Attention, extras: Extras, *, batch_size: int, mask_bytes: int) -> list[Tensor]:
+    """Check the optional tensors that the mask and the position encoding need. Raise InvalidArgument.
+
+    `mask_bytes` is what the packed masks of all requests take (plans.mask_indptr).
+    """
+    require_integer("token_pos_in_items_len", extras.token_pos_in_items_len, at_least=0)
+    items = batch_size * extras.token_pos_in_items_len
     tensors: list[Tensor] = []
     wanted: dict[str, tuple[bool, str, int | None, str]] = {
-        "custom_mask": (attention.mask is MaskMode.CUSTOM, "u8", None, "packed bits"),
+        "custom_mask": (attention.mask is MaskMode.CUSTOM, "u8", mask_bytes, "bytes of all requests"),
         "mask_indptr": (attention.mask is MaskMode.CUSTOM, "i32", batch_size + 1, "batch + 1"),
         "alibi_slopes": (
             attention.pos_encoding is PosEncoding.ALIBI,
@@ -325,7 +343,12 @@ def check_extras(attention: Attention, extras: Extras, *, batch_size: int) -> li
             "num_qo_heads",
         ),
         "prefix_len": (attention.mask is MaskMode.MULTI_ITEM, "u32", batch_size, "batch"),
-        "token_pos_in_items": (attention.mask is MaskMode.MULTI_ITEM, "u16", None, "batch x row length"),
+        "token_pos_in_items": (
+            attention.mask is MaskMode.MULTI_ITEM,
+            "u16",
+            items,
+            "batch x token_pos_in_items_len",
+        ),
         "max_item_len": (attention.mask is MaskMode.MULTI_ITEM, "u16", batch_size, "batch"),
     }
     for name, (needed, dtype, length, why) in wanted.items():
@@ -340,5 +363,4 @@ def check_extras(attention: Attention, extras: Extras, *, batch_size: int) -> li
             )
         if value is not None:
             tensors.append(read_vector(name, value, dtype, length=length, why=why))
-    require_integer("token_pos_in_items_len", extras.token_pos_in_items_len, at_least=0)
     return tensors

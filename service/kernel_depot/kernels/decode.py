@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kernel_depot.kernels.attention import Attention, Layout, PosEncoding
 from kernel_depot.kernels.errors import InvalidArgument
-from kernel_depot.kernels.operands import read_alibi, read_lse, read_ragged, read_vector, require_device
+from kernel_depot.kernels.operands import read_alibi, read_lse, read_ragged, read_scratch, require_device
 from kernel_depot.kernels.runtime import Runtime, default_runtime
 from kernel_depot.kernels.signatures import Sent
 from kernel_depot.kernels.streams import current_stream, stream_handle
@@ -43,7 +43,8 @@ def single_decode(
     """Attend into `out` [num_qo_heads, head_dim]; `lse` float32 [num_qo_heads], base 2.
 
     `q` [num_qo_heads, head_dim]; `k`, `v` contiguous [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads,
-    kv_len, head_dim] (HND). `workspace` is scratch of the device, uint8.
+    kv_len, head_dim] (HND). `workspace` is scratch of the device, uint8 of
+    at least 32 MiB; without one, memory kept for this device and stream is used.
     Raise InvalidArgument, ModuleMissing, NoCodeForGpu, SignatureMismatch, KernelCallFailed.
     """
     runtime = runtime or default_runtime()
@@ -75,8 +76,7 @@ def single_decode(
         require_contiguous(tensor)
     tensors = [query, keys, values, output, *read_lse(lse, (attention.num_qo_heads,))]
     tensors += read_alibi(alibi_slopes, attention)
-    if workspace is not None:
-        tensors.append(read_vector("workspace", workspace, "u8", length=None, why="bytes"))
+    tensors += read_scratch(workspace)
     device = query.device
     require_device(tensors, device)
     function = runtime.module(single_decode_uri(attention), device=device).function("run", _SENDS)

@@ -30,6 +30,7 @@ _DTYPES: Final = {
     "bf16": (4, 16),
     "f32": (2, 32),
     "e4m3": (10, 8),
+    "e5m2": (12, 8),
 }
 """(type code, bits) of DLPack."""
 

@@ -20,7 +20,7 @@ from kernel_depot.kernels.attention import (
 from kernel_depot.kernels.errors import InvalidArgument
 from kernel_depot.kernels.memory import Device
 from kernel_depot.kernels.operands import read_lse, read_page_numbers, require_device
-from kernel_depot.kernels.plans import host_integers, read_indptr, require_length
+from kernel_depot.kernels.plans import host_integers, read_indptr, require_causal, require_length
 from kernel_depot.kernels.runtime import Runtime, default_runtime, device_sm
 from kernel_depot.kernels.signatures import Sent, kinds
 from kernel_depot.kernels.streams import current_stream, stream_handle
@@ -146,6 +146,8 @@ class BatchMlaPlan:
                 expected=f"0 to {int(pages[at]) * page_size}, what {int(pages[at])} pages hold",
                 found=f"{int(lengths[at])}, at {at}",
             )
+        if self.mask is MaskMode.CAUSAL:
+            require_causal(qo, lengths)
         numbers = read_page_numbers(kv_indices, count=int(kv[-1]))
         handle = current_stream(self.device) if stream is None else stream_handle(stream)
         self._planned = self._seen = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernel_depot.kernels.attention import Attention, Layout, PosEncoding
+from kernel_depot.kernels.arguments import Scales
+from kernel_depot.kernels.attention import FP8, Attention, Backend, Layout, PosEncoding, require_finite
 from kernel_depot.kernels.errors import InvalidArgument
 from kernel_depot.kernels.memory import Device
 from kernel_depot.kernels.plans import host_integers
@@ -23,6 +24,7 @@ from kernel_depot.kernels.tensors import (
     require_same_device,
     require_shape,
 )
+from kernel_depot.kernels.workspaces import SCRATCH_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -135,6 +137,48 @@ def read_page_numbers(values: object, *, count: int) -> NDArray[np.int32]:
             found=f"{numbers.size}, the lowest {int(numbers.min()) if numbers.size else 'none'}",
         )
     return numbers[:count]
+
+
+def read_scratch(value: Any | None) -> list[Tensor]:
+    """Return the caller's scratch of a single request, checked; nothing when there is none.
+
+    Kernels are not told its size, and use up to what FlashInfer gives them. Raise InvalidArgument.
+    """
+    if value is None:
+        return []
+    tensor = read_vector("workspace", value, "u8", length=None, why="bytes")
+    if tensor.shape[0] < SCRATCH_BYTES:
+        raise InvalidArgument(
+            "workspace", expected=f"at least {SCRATCH_BYTES} bytes", found=f"{tensor.shape[0]} bytes"
+        )
+    return [tensor]
+
+
+def read_scales(attention: Attention, backend: Backend, scales: Scales) -> list[Tensor]:
+    """Check the factors of FP8 tensors; return those that are tensors, float32 with one number a head.
+
+    FlashAttention 3 takes one for the values, and with FP8 queries also for these and for the keys. What a
+    kernel does not take is refused. Raise InvalidArgument.
+    """
+    taken = () if backend is Backend.FA2 else ("v",) if attention.dtype_q not in FP8 else ("q", "k", "v")
+    tensors = []
+    for name in ("q", "k", "v"):
+        value = getattr(scales, name)
+        if value is None:
+            continue
+        if name not in taken:
+            raise InvalidArgument(
+                f"scales.{name}",
+                expected=f"None with {backend} and {attention.dtype_q} queries",
+                found=value,
+                remedy="multiply sm_scale by the factors of queries and keys, the output by that of values",
+            )
+        if isinstance(value, int | float):
+            require_finite(f"scales.{name}", value)
+            continue
+        heads = attention.num_qo_heads if name == "q" else attention.num_kv_heads
+        tensors.append(read_vector(f"scales.{name}", value, "f32", length=heads, why="one a head"))
+    return tensors
 
 
 def require_device(tensors: Sequence[Tensor], device: Device) -> None:

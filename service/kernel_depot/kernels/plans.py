@@ -120,6 +120,22 @@ def read_pages(kv_indptr: object, last_page_len: object, page_size: int, *, batc
     return Pages(indptr, last, lengths.astype(np.int32), page_size)
 
 
+def require_causal(qo_indptr: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> None:
+    """With a causal mask the last query sees the last key: refuse a request of more queries than keys.
+
+    Raise InvalidArgument.
+    """
+    qo_lengths = qo_indptr[1:] - qo_indptr[:-1]
+    wrong = (qo_lengths > kv_lengths).nonzero()[0]
+    if wrong.size:
+        at = int(wrong[0])
+        raise InvalidArgument(
+            "qo_indptr",
+            expected=f"at most {int(kv_lengths[at])} queries, the keys of request {at} (causal)",
+            found=int(qo_lengths[at]),
+        )
+
+
 def mask_indptr(qo_lengths: NDArray[np.int32], kv_lengths: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return where each request's part of a packed mask starts, in bytes; the last number is its size.
 

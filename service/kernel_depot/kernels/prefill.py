@@ -18,7 +18,15 @@ from kernel_depot.kernels.attention import (
     choose_backend,
 )
 from kernel_depot.kernels.errors import InvalidArgument
-from kernel_depot.kernels.operands import read_alibi, read_queries, read_ragged, read_vector, require_device
+from kernel_depot.kernels.operands import (
+    read_alibi,
+    read_queries,
+    read_ragged,
+    read_scales,
+    read_scratch,
+    read_vector,
+    require_device,
+)
 from kernel_depot.kernels.runtime import Runtime, default_runtime, device_sm
 from kernel_depot.kernels.signatures import Sent, kinds
 from kernel_depot.kernels.streams import current_stream, stream_handle
@@ -58,7 +66,8 @@ def single_prefill(
 
     `q` [qo_len, num_qo_heads, head_dim_qk]; `k`, `v` [kv_len, num_kv_heads, dim] (NHD) or [num_kv_heads,
     kv_len, dim] (HND). `custom_mask` is qo_len x kv_len bits, lowest first (plans.pack_mask). `workspace` is
-    scratch of the device, uint8; without one, memory kept for this device and stream is used. The default
+    scratch of the device, uint8 of at least 32 MiB; without one, memory kept for this device and stream is
+    used. The default
     backend is FlashAttention 2, the only one that upstream compiles ahead for single requests.
     Raise InvalidArgument, ModuleMissing, NoCodeForGpu, SignatureMismatch, KernelCallFailed.
     """
@@ -89,10 +98,12 @@ def single_prefill(
         raise InvalidArgument("q", expected=f"at most {kv_len} rows, the keys (causal)", found=rows)
     tensors += _read_extras(attention, custom_mask, alibi_slopes, bits=rows * kv_len)
     device = query.device
-    if workspace is not None:
-        tensors.append(read_vector("workspace", workspace, "u8", length=None, why="bytes"))
-    require_device(tensors, device)
+    tensors += read_scratch(workspace)
     chosen = choose_backend(attention, backend, sm=device_sm(device))
+    if chosen is Backend.FA3 and layout is not Layout.NHD:
+        raise InvalidArgument("layout", expected="NHD with fa3; fa2 takes both", found=layout.name)
+    tensors += read_scales(attention, chosen, scales)
+    require_device(tensors, device)
     extras = Extras(custom_mask=custom_mask, alibi_slopes=alibi_slopes)
     tail = single_prefill_tail(attention, chosen, runtime.release, extras=extras, scales=scales)
     module = runtime.module(single_prefill_uri(attention, chosen), device=device)
