@@ -8,6 +8,7 @@ ints. They are compiled once; a module is linked from them by giving functions t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from kernel_depot.kernels.memory import CPU, Device, Memory
 from kernel_depot.kernels.runtime import Runtime
@@ -83,32 +85,49 @@ class Toolbox:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.object = directory / "stand_ins.o"
+        with FileLock(directory / "lock"):
+            if not self.object.exists():
+                self._compile()
+
+    def _compile(self) -> None:
         definitions = dict.fromkeys(signature.definition for signature in SIGNATURES)
-        source = directory / "stand_ins.cpp"
+        source = self.directory / "stand_ins.cpp"
         source.write_text(
             "\n".join(['#include "recorder.h"', "using namespace stand_in;", *definitions]), encoding="ascii"
         )
-        self.object = directory / "stand_ins.o"
         include = subprocess.run(
             [sys.executable, "-m", "tvm_ffi.config", "--cxxflags"], check=True, capture_output=True, text=True
         ).stdout.split()
         # Statics of inline functions would be one for all modules of a process: -fno-gnu-unique.
-        self._run("-std=c++17", "-O0", "-fPIC", "-fno-gnu-unique", *include, f"-I{HERE}", "-c", source)
+        self._run(
+            "-std=c++17",
+            "-O0",
+            "-fPIC",
+            "-fno-gnu-unique",
+            *include,
+            f"-I{HERE}",
+            "-c",
+            source,
+            output=self.object,
+        )
 
     def link(self, module: str, release: str) -> Path:
         """Return a module with that release's functions of one of signatures.txt's modules."""
         path = self.directory / f"{module}-{release}.so"
-        if not path.exists():
-            chosen = [one for one in SIGNATURES if (one.module, one.release) == (module, release)]
-            assert chosen, f"signatures.txt has no module {module} of {release}"
-            names = [f"-Wl,--defsym=__tvm_ffi_{one.function}={one.symbol}" for one in chosen]
-            self._run("-shared", "-s", self.object, *names, output=path)
+        with FileLock(self.directory / "lock"):
+            if not path.exists():
+                chosen = [one for one in SIGNATURES if (one.module, one.release) == (module, release)]
+                assert chosen, f"signatures.txt has no module {module} of {release}"
+                names = [f"-Wl,--defsym=__tvm_ffi_{one.function}={one.symbol}" for one in chosen]
+                self._run("-shared", "-s", self.object, *names, output=path)
         return path
 
-    def _run(self, *arguments: str | Path, output: Path | None = None) -> None:
-        target = output or self.object
-        done = subprocess.run(["c++", *arguments, "-o", target], check=False, capture_output=True, text=True)
+    def _run(self, *arguments: str | Path, output: Path) -> None:
+        part = output.with_suffix(".part")
+        done = subprocess.run(["c++", *arguments, "-o", part], check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-4000:]
+        part.rename(output)
 
 
 class StandIns:
@@ -144,7 +163,11 @@ class StandIns:
 
 @pytest.fixture(scope="session")
 def toolbox(tmp_path_factory: pytest.TempPathFactory) -> Toolbox:
-    return Toolbox(tmp_path_factory.mktemp("stand-ins"))
+    """One for all processes of a session: pytest-xdist's have their directories under the session's own."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stand-ins"
+    directory.mkdir(exist_ok=True)
+    return Toolbox(directory)
 
 
 @pytest.fixture

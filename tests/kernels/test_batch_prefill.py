@@ -201,27 +201,51 @@ def test_optional_tensors_arrive_as_owned_tensors_in_their_places(stand_ins: Any
     assert run.arguments[14]["address"] == mask.ctypes.data
 
 
-def test_multi_item_scoring_sends_its_four(stand_ins: Any) -> None:
-    name = uri()
-    stand_ins.add(name, "batch_prefill", (0, 6, 3))
-    plan = BatchPrefillPlan.ragged(
-        attention(mask=MaskMode.MULTI_ITEM),
-        device=HOST,
-        workspace=small(),
-        runtime=stand_ins.runtime((0, 6, 3)),
-    )
-    plan.plan([0, 6], [0, 6])
-    q, k = np.zeros((6, 8, 128), np.float16), np.zeros((6, 2, 128), np.float16)
-    extras = Extras(
-        prefix_len=np.array([2], np.uint32),
-        token_pos_in_items=np.array([0, 1, 0, 1, 0], np.uint16),
-        max_item_len=np.array([1], np.uint16),
-        token_pos_in_items_len=5,
-    )
-    plan.run(q, k, k, q.copy(), extras=extras)
+def items(count: int = 1, **changes: Any) -> Extras:
+    """The tensors of multi-item scoring: two items of two tokens behind a prefix of two, for each request."""
+    given: dict[str, Any] = {
+        "prefix_len": np.full(count, 2, np.uint32),
+        "token_pos_in_items": np.array([0, 1, 0, 1, 0] * count, np.uint16),
+        "max_item_len": np.ones(count, np.uint16),
+        "token_pos_in_items_len": 5,
+    }
+    return Extras(**{**given, **changes})
+
+
+@pytest.mark.parametrize("sm", [None, Sm(9, 0)])
+def test_multi_item_scoring_is_for_paged_keys(
+    stand_ins: Any, monkeypatch: pytest.MonkeyPatch, sm: Sm | None
+) -> None:
+    monkeypatch.setattr(batch_prefill, "device_sm", lambda device: sm)
+    name = uri("_sm90" if sm else "")
+    stand_ins.add(name, "batch_prefill_sm90" if sm else "batch_prefill", (0, 6, 3))
+    scoring = attention(mask=MaskMode.MULTI_ITEM)
+    given: dict[str, Any] = {
+        "device": HOST, "workspace": small(), "runtime": stand_ins.runtime((0, 6, 3))
+    }  # fmt: skip
+    with pytest.raises(InvalidArgument, match="mask"):
+        BatchPrefillPlan.ragged(scoring, **given)
+    plan = BatchPrefillPlan.paged(scoring, **given)
+    pages = {"kv_indices": [0, 1], "last_page_len": [7, 7], "page_size": 8}
+    plan.plan([0, 7, 14], [0, 1, 2], **pages)
+    q, cache = np.zeros((14, 8, 128), np.float16), np.zeros((2, 8, 2, 128), np.float16)
+    plan.run(q, cache, cache, q.copy(), extras=items(2))
     planned, run = stand_ins.calls(name)
     assert planned.shapes[14] is True
-    assert (run.shapes[10], run.shapes[14:20], run.shapes[-1]) == (3, [None] * 3 + [[1], [5], [1]], 5)
+    assert (run.shapes[12], run.shapes[-1]) == (3, 5)
+    assert run.shapes[16:19] == [[2], [10], [2]] if sm else run.shapes[19:22] == [[2], [10], [2]]
+    for wrong, changes in (
+        ("prefix_len", {"prefix_len": None}),
+        ("prefix_len", {"prefix_len": np.zeros(2, np.int32)}),
+        ("token_pos_in_items", {"token_pos_in_items": np.zeros(5, np.uint16)}),
+        ("max_item_len", {"max_item_len": np.zeros(1, np.uint16)}),
+        ("token_pos_in_items_len", {"token_pos_in_items_len": -1}),
+        ("custom_mask", {"custom_mask": np.zeros(9, np.uint8)}),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            plan.run(q, cache, cache, q.copy(), extras=items(2, **changes))
+        assert caught.value.name == wrong
+    assert stand_ins.calls(name) == []
 
 
 def test_alibi_and_rope_name_their_modules_and_send_what_they_need(stand_ins: Any) -> None:
@@ -506,22 +530,6 @@ def test_factors_are_checked_like_every_tensor(stand_ins: Any, tensor: Any) -> N
             plan.run(q, k, k, out, scales=scales)
         assert caught.value.name == wrong
     assert stand_ins.calls(name) == []
-
-
-def test_item_positions_have_a_row_for_each_request(stand_ins: Any) -> None:
-    stand_ins.add(uri(), "batch_prefill", (0, 6, 3))
-    plan = BatchPrefillPlan.ragged(
-        attention(mask=MaskMode.MULTI_ITEM),
-        device=HOST,
-        workspace=small(),
-        runtime=stand_ins.runtime((0, 6, 3)),
-    )
-    plan.plan([0, 4, 8], [0, 4, 8])
-    q, k = np.zeros((8, 8, 128), np.float16), np.zeros((8, 2, 128), np.float16)
-    two = {"prefix_len": np.ones(2, np.uint32), "max_item_len": np.ones(2, np.uint16)}
-    extras = Extras(**two, token_pos_in_items=np.zeros(4, np.uint16), token_pos_in_items_len=4)
-    with pytest.raises(InvalidArgument, match="token_pos_in_items"):
-        plan.run(q, k, k, q.copy(), extras=extras)
 
 
 def test_a_custom_mask_too_short_for_the_plan_is_refused(stand_ins: Any) -> None:

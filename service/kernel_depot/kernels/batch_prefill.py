@@ -99,6 +99,9 @@ class BatchPrefillPlan:
         runtime = runtime or default_runtime()
         self.attention = attention
         self.device = device
+        if not paged and attention.mask is MaskMode.MULTI_ITEM:
+            # flashinfer's attention/prefill.cuh and hopper/sparse_mainloop.cuh: ragged kernels read no items.
+            raise InvalidArgument("mask", expected="MULTI_ITEM with a paged cache alone", found="ragged keys")
         if not paged and attention.layout is not Layout.NHD:
             if backend is Backend.FA3:
                 raise InvalidArgument(
