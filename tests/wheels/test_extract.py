@@ -189,9 +189,9 @@ def test_artifacts_are_shown_once_with_their_content(tmp_path: Path, forge: Any)
     files = {"a.cubin": b"a", "twin.cubin": b"a", "large.cubin": large, "twin2.cubin": large, "code.py": b"c"}
     shown: list[tuple[ArtifactKind, str, bytes]] = []
 
-    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
+    def look(path: str, kind: ArtifactKind, sha256: str, content: memoryview | Path) -> None:
         assert isinstance(content, Path) == path.startswith(("large", "twin2"))
-        shown.append((kind, sha256, content.read_bytes() if isinstance(content, Path) else content))
+        shown.append((kind, sha256, content.read_bytes() if isinstance(content, Path) else bytes(content)))
 
     parts = [forge.Part(name, content) for name, content in files.items()]
     wheel = _extract(tmp_path, forge.pack(forge.wheel(parts)), look=look)
@@ -201,7 +201,7 @@ def test_artifacts_are_shown_once_with_their_content(tmp_path: Path, forge: Any)
 
 
 def test_what_a_look_raises_refuses_the_wheel(tmp_path: Path, forge: Any) -> None:
-    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
+    def look(path: str, kind: ArtifactKind, sha256: str, content: memoryview | Path) -> None:
         raise WheelArchContradiction("refused")
 
     with pytest.raises(WheelArchContradiction, match="refused"):

@@ -112,6 +112,7 @@ def _bars() -> Iterator[Progress]:
 
     def show(step: Step) -> None:
         with lock:
+            display.start()  # not before: its thread would keep the work from being done in processes
             key = (step.filename, step.stage.value)
             if key not in tasks:
                 for other in [other for other in tasks if other[0] == step.filename]:
@@ -120,8 +121,10 @@ def _bars() -> Iterator[Progress]:
             members = f"{step.members_done}/{step.members_total} members" if step.members_total else ""
             display.update(tasks[key], completed=step.bytes_done, total=step.bytes_total, members=members)
 
-    with display:
+    try:
         yield show
+    finally:
+        display.stop()
 
 
 def _print(report: MaterializeReport) -> None:

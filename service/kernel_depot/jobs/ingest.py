@@ -30,7 +30,6 @@ class Ready:
 
     wheel: Path
     extracted: ExtractedWheel
-    inspections: dict[str, Inspection]
     fetched: Fetched | None
 
     def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
@@ -45,14 +44,30 @@ class Ready:
         return blobs
 
 
-def fetch_pinned(pin: Pin, url: str, *, dest: Path, policy: FetchPolicy, progress: Progress) -> Fetched:
-    """Bring a pin's file to `dest`, verified. Raise FetchError."""
+def fetch_pinned(
+    pin: Pin,
+    url: str,
+    *,
+    dest: Path,
+    policy: FetchPolicy,
+    progress: Progress,
+    verify_files: bool = True,
+) -> Fetched:
+    """Bring a pin's file to `dest`, verified; `verify_files` as in `fetch`. Raise FetchError."""
 
     def tell(done: int, total: int | None) -> None:
         progress(Step(pin.filename, Stage.FETCHING, bytes_done=done, bytes_total=total or pin.size))
 
     tell(0, None)
-    return fetch(url, sha256=pin.sha256, dest=dest, policy=policy, size=pin.size, on_progress=tell)
+    return fetch(
+        url,
+        sha256=pin.sha256,
+        dest=dest,
+        policy=policy,
+        size=pin.size,
+        on_progress=tell,
+        verify_files=verify_files,
+    )
 
 
 def ready(
@@ -61,11 +76,15 @@ def ready(
     *,
     staging: Path,
     threads: int,
+    forks: int = 0,
     progress: Progress,
     fetched: Fetched | None = None,
     verified: bool = True,
 ) -> Ready:
-    """Extract and inspect a wheel; `verified` False has its own SHA-256 checked too. Raise WheelError."""
+    """Extract and inspect a wheel; `verified` False has its own SHA-256 checked too. Raise WheelError.
+
+    `forks` beside 0 works with so many processes in place of threads.
+    """
     totals: list[int | None] = [None, None]
 
     def tell_totals(size: int, members: int) -> None:
@@ -76,13 +95,12 @@ def ready(
         progress(Step(pin.filename, Stage.EXTRACTING, size, totals[0], members, totals[1]))
 
     arch = pin_arch(pin)
-    inspections: dict[str, Inspection] = {}
 
-    def look(path: str, kind: ArtifactKind, sha256: str, content: bytes | Path) -> None:
-        if kind in _INSPECTED:
-            found = inspect(content, kind=kind, arch=arch, where=f"{pin.filename}: {path}")
-            if found is not None:
-                inspections[sha256] = found
+    def look(path: str, kind: ArtifactKind, sha256: str, content: memoryview | Path) -> Inspection | None:
+        del sha256
+        if kind not in _INSPECTED:
+            return None
+        return inspect(content, kind=kind, arch=arch, where=f"{pin.filename}: {path}")
 
     with _extracting:
         extracted = extract(
@@ -98,8 +116,9 @@ def ready(
             on_progress=tell,
             look=look,
             threads=threads,
+            forks=forks,
         )
-    return Ready(wheel, extracted, inspections, fetched)
+    return Ready(wheel, extracted, fetched)
 
 
 def pin_arch(pin: Pin) -> Arch | None:

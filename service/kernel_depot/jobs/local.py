@@ -6,23 +6,29 @@ meanwhile: that needs no catalog, and the store itself says when a wheel is ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernel_depot.jobs.ingest import Ready, fetch_pinned, ready
-from kernel_depot.jobs.progress import Progress
+from kernel_depot.jobs.progress import Progress, SharedStep
 from kernel_depot.pins.document import read_pin_set
 from kernel_depot.pins.pin import Pin, PinSet, UrlOrigin
 from kernel_depot.platform import Arch, CudaTag
 from kernel_depot.settings import Settings
 from kernel_depot.store.blobs import Store
 from kernel_depot.store.location import open_store
+from kernel_depot.wheels.errors import WheelDigestMismatch
+from kernel_depot.wheels.fetch_problems import WheelHashMismatch
+from kernel_depot.wheels.forked import Forked, may_fork
 
 if TYPE_CHECKING:
     from kernel_depot.jobs.materialize import MaterializeReport
+
+_GLANCE = 0.1  # seconds between two looks at how far a child process is
 
 
 def materialize_files(
@@ -68,9 +74,9 @@ def _local_pin(pin_sets: Sequence[PinSet], cudas: set[CudaTag] | None, archs: se
 
 
 class _Begun:
-    """Work on one wheel under way in a thread; handed out once."""
+    """Work on one wheel under way beside this thread; handed out once."""
 
-    def __init__(self, pin: Pin | None, work: Future[Ready] | None) -> None:
+    def __init__(self, pin: Pin | None, work: Callable[[], Ready] | None) -> None:
         self._pin = pin
         self._work = work
 
@@ -79,34 +85,62 @@ class _Begun:
         if self._work is None or self._pin is None or pin.sha256 != self._pin.sha256:
             return None
         work, self._work = self._work, None
-        return work.result()
+        return work()
 
 
 @contextmanager
 def _ahead(settings: Settings, store: Store, pin: Pin | None, progress: Progress) -> Iterator[_Begun]:
-    """Begin the work on `pin`, unless the store has it; its private files live as long as the block."""
+    """Begin the work on `pin`, unless the store has it; its private files live as long as the block.
+
+    It is done in processes where this one may fork, else in a thread.
+    """
     if pin is None or store.size(pin.sha256) is not None:
         yield _Begun(None, None)
         return
     with ExitStack() as stack:
         staging = stack.enter_context(store.staging())
-        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ahead"))
-        yield _Begun(pin, pool.submit(_begin, settings, pin, staging, progress))
+        if may_fork():
+            told = SharedStep()
+            begin = partial(_begin, settings, pin, staging, told, forks=settings.extract_threads)
+            child = Forked(begin)
+            stack.callback(child.abandon)
+            yield _Begun(pin, partial(_follow, child, pin, told, progress))
+        else:
+            pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ahead"))
+            yield _Begun(pin, pool.submit(_begin, settings, pin, staging, progress, forks=0).result)
 
 
-def _begin(settings: Settings, pin: Pin, staging: Path, progress: Progress) -> Ready:
+def _follow(child: Forked[Ready], pin: Pin, told: SharedStep, progress: Progress) -> Ready:
+    """Pass on what a child tells of its progress until it is done."""
+    while not child.wait(_GLANCE):
+        step = told.read(pin.filename)
+        if step is not None:
+            progress(step)
+    return child.result()
+
+
+def _begin(settings: Settings, pin: Pin, staging: Path, progress: Progress, *, forks: int) -> Ready:
     fetched = fetch_pinned(
         pin,
         str(pin.origin),
         dest=staging / f"{pin.sha256}.whl",
         policy=settings.fetch_policy(),
         progress=progress,
+        verify_files=False,
     )
-    return ready(
-        pin,
-        fetched.path,
-        staging=staging,
-        threads=settings.extract_threads,
-        progress=progress,
-        fetched=fetched,
-    )
+    try:
+        return ready(
+            pin,
+            fetched.path,
+            staging=staging,
+            threads=settings.extract_threads,
+            forks=forks,
+            progress=progress,
+            fetched=fetched,
+            verified=False,
+        )
+    except WheelDigestMismatch as error:
+        # The same as for a file that came from elsewhere.
+        raise WheelHashMismatch(
+            error.what, where=fetched.url, expected=error.expected, found=error.found, remedy=error.remedy
+        ) from error

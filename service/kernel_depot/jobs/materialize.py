@@ -281,7 +281,7 @@ def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: f
             record.record_wheel(
                 session,
                 extracted,
-                work.inspections,
+                extracted.inspections,
                 sha256=pin.sha256,
                 arch=str(arch) if arch is not None else None,
                 kept=True,

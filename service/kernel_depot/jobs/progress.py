@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import struct
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
@@ -20,6 +22,10 @@ class Stage(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+_STAGES = tuple(Stage)
+_STEP = struct.Struct("=BQQQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +69,25 @@ class Throttled:
                 return
             self._last[step.filename] = (step.stage, monotonic())
         self._target(step)
+
+
+class SharedStep:
+    """The latest step of one wheel, in memory that a forked child process writes and its parent reads."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _STEP.size)
+
+    def __call__(self, step: Step) -> None:
+        """Note the step. Totals that are not known are noted as 0."""
+        stage = _STAGES.index(step.stage) + 1
+        totals = (step.bytes_total or 0, step.members_total or 0)
+        _STEP.pack_into(self._memory, 0, stage, step.bytes_done, step.members_done, *totals)
+
+    def read(self, filename: str) -> Step | None:
+        """Return the step noted last, None before the first; a figure may be of the step before it."""
+        stage, bytes_done, members_done, bytes_total, members_total = _STEP.unpack_from(self._memory)
+        if not stage:
+            return None
+        return Step(
+            filename, _STAGES[stage - 1], bytes_done, bytes_total or None, members_done, members_total or None
+        )

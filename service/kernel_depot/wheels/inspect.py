@@ -120,7 +120,7 @@ class _Pieces:
 def _mapped(source: Path | Buffer) -> Iterator[Buffer]:
     """Give the bytes of `source`, mapped so that only what is read of a large file comes into memory."""
     if not isinstance(source, Path):
-        yield source
+        yield bytes(source) if isinstance(source, memoryview) else source
         return
     with source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -16,6 +16,7 @@ import secrets
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from glob import escape
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from kernel_depot.digest import READ_SIZE
 from kernel_depot.wheels.fetch_problems import DiskFull, FetchError, IncomingUnwritable
 
+_NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -118,6 +120,18 @@ class Partial:
             view = view[count:]
         if hashing is not None:
             hashing.result()
+
+    def copy(self, source: FileIO, count: int) -> int:
+        """Append up to `count` bytes from `source`, unhashed; return how many, 0 at its end."""
+        try:
+            copied = os.copy_file_range(source.fileno(), self._descriptor, count, offset_dst=self.size)
+        except OSError as error:
+            if error.errno not in _NO_COPY_RANGE:
+                raise _write_failure(error, self.path) from error
+            os.lseek(self._descriptor, self.size, os.SEEK_SET)
+            copied = os.sendfile(self._descriptor, source.fileno(), None, count)
+        self.size += copied
+        return copied
 
     def publish(self, dest: Path) -> None:
         """Give the finished file its final name, atomically."""
