@@ -1,22 +1,22 @@
-"""The `kernel-depot` command. A command's module is imported only when that command runs."""
+"""The `kernel-depot` command. A command's module is imported only when that command runs.
+
+The commands that programs start often do not even wait for typer, when their arguments are plain.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-
-import kernel_depot
+from kernel_depot.cli.plain import plain_call
 from kernel_depot.errors import DepotError
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """Where a command lives and its line in `kernel-depot --help`; the module offers a Typer named `app`."""
 
     module: str
@@ -53,68 +53,30 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-class LazyGroup(TyperGroup):
-    """A group that knows its commands by name and help, and imports the one that is dispatched."""
-
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Return the command names in the order of use."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        """Return a nameplate, enough for listing; `resolve_command` loads the real one."""
-        command = COMMANDS.get(cmd_name)
-        if command is None:
-            return None
-        return TyperCommand(name=cmd_name, help=command.help)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command the arguments name, its module imported now."""
-        name, nameplate, rest = super().resolve_command(ctx, args)
-        if name is None or nameplate is None:
-            return name, nameplate, rest
-        return name, load(name), rest
-
-
 def load(name: str) -> Any:
     """Import the module of the command `name` and return its click command."""
+    import typer
+
     module = import_module(COMMANDS[name].module)
     command = typer.main.get_command(module.app)
     command.name = name
     return command
 
 
-app = typer.Typer(
-    cls=LazyGroup,
-    help="Kernel Depot: GPU kernel binaries, pinned, verified once, shared by all, proven on each node.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"kernel-depot {kernel_depot.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Print the traceback of a failure (or set KERNEL_DEPOT_DEBUG=1).")
-    ] = False,
-) -> None:
-    """Take the options that stand before the command; `main` acts on them."""
-
-
 def main() -> None:
     """Run the command line; exit 0 on success, 1 on a failure, 2 on wrong usage."""
     arguments = sys.argv[1:]
+    atexit.register(gc.freeze)  # or the interpreter's end goes through all that was ever imported
     try:
+        call = plain_call(arguments, os.environ)
+        if call is not None:
+            sys.exit(call())
+        from kernel_depot.cli.group import app
+
         app(prog_name="kernel-depot")
+    except KeyboardInterrupt:
+        print("Aborted.", file=sys.stderr)
+        sys.exit(1)
     except Exception as error:
         from kernel_depot.cli.render import show_failure
 

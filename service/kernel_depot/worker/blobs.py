@@ -6,16 +6,18 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
 from kernel_depot.worker.cache import Cache, storage_error
 from kernel_depot.worker.client import Endpoint
 from kernel_depot.worker.errors import BlobMismatch, ServerProtocol
 from kernel_depot.worker.transport import PIECE, Response, Transport, follow, retrying, unreachable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 HASHED_ASIDE = 16 << 20  # from this size on a blob is hashed beside its thread
 
@@ -54,7 +56,10 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Intake:
-    """What one thread needs to bring blobs in. `stop` raises Stopped when the work is to end."""
+    """What one thread needs to bring blobs in.
+
+    `stop` raises Stopped when the work is to end; `crowded` tells whether other threads use every core.
+    """
 
     transport: Transport
     endpoint: Endpoint
@@ -63,6 +68,7 @@ class Intake:
     meter: Meter
     stop: Callable[[], None]
     zstd: bool = True
+    crowded: Callable[[], bool] = lambda: False
 
     def send(self, method: str, path: str, headers: dict[str, str], content: bytes | None = None) -> Response:
         """Send a request to the endpoint, counted."""
@@ -138,7 +144,9 @@ class _Download:
         self._size = size
         self._zstd = zstd
         self._staged = intake.private / sha256
-        self._hashing = _Hashing(piece=min(PIECE, size + 1), aside=size >= HASHED_ASIDE)
+        self._hashing = _Hashing(
+            piece=min(PIECE, size + 1), aside=size >= HASHED_ASIDE, crowded=intake.crowded
+        )
         self.offset = 0
         self.decoded = False
         try:
@@ -240,28 +248,39 @@ class _Download:
 
 
 class _Hashing:
-    """A SHA-256 fed piece by piece; `aside` in a thread of its own, while the next piece is received."""
+    """A SHA-256 fed piece by piece; `aside` in a thread of its own, while the next piece is received.
 
-    def __init__(self, *, piece: int, aside: bool) -> None:
+    That pays where a core would idle. Where there is none, a piece is hashed at once, still in the cache.
+    """
+
+    def __init__(self, *, piece: int, aside: bool, crowded: Callable[[], bool]) -> None:
         self._buffers = [memoryview(bytearray(piece)) for _ in range(4 if aside else 1)]
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash") if aside else None
+        self._pool: ThreadPoolExecutor | None = None
+        self._aside = aside
+        self._crowded = crowded
         self._pending: deque[Future[None]] = deque()
         self._digest = hashlib.sha256()
         self._next = 0
 
     def buffer(self) -> memoryview:
         """Return a buffer whose last content has been hashed."""
-        if len(self._pending) == len(self._buffers):
-            self._pending.popleft().result()
-        self._next = (self._next + 1) % len(self._buffers)
+        if self._pending:
+            if len(self._pending) == len(self._buffers):
+                self._pending.popleft().result()
+            self._next = (self._next + 1) % len(self._buffers)
         return self._buffers[self._next]
 
     def update(self, piece: memoryview) -> None:
         """Take in a piece, which stays as it is until its buffer is asked for again."""
-        if self._pool is None:
+        if not self._aside or self._crowded():
+            self._drain()
             self._digest.update(piece)
-        else:
-            self._pending.append(self._pool.submit(self._digest.update, piece))
+            return
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._pending.append(self._pool.submit(self._digest.update, piece))
 
     def hexdigest(self) -> str:
         """Return the digest of all pieces."""

@@ -24,6 +24,7 @@ BIG: Final = 4 << 20
 """Blobs from this size on get a request of their own, which can be resumed."""
 GROUP_BYTES: Final = 32 << 20
 GROUP_BLOBS: Final = 256
+_CORES: Final = len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +269,17 @@ class _Tasks:
     """Work for the threads, largest first, and the first failure."""
 
     queue: deque[list[tuple[str, int]]]
+    busy: int = 0
     failure: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop(self) -> None:
         if self.failure is not None:
             raise Stopped
+
+    def crowded(self) -> bool:
+        """Tell whether as many threads are at work as there are cores."""
+        return self.busy >= _CORES
 
     def fail(self, error: BaseException) -> None:
         with self.lock:
@@ -327,8 +333,8 @@ def _fetch(
 
 
 def default_jobs() -> int:
-    """The number of connections: hashing keeps a core busy each, one more hides the waiting."""
-    return max(3, min(12, len(os.sched_getaffinity(0)) + 1))
+    """The number of connections: receiving and hashing keep a core busy each."""
+    return max(2, min(12, _CORES))
 
 
 def _refuse_overfull(total: int, *, cache: Cache) -> None:
@@ -366,6 +372,8 @@ def _groups(needed: dict[str, int]) -> list[list[tuple[str, int]]]:
 def _work(
     tasks: _Tasks, *, endpoint: Endpoint, cache: Cache, private: Path, meter: Meter, zstd: bool
 ) -> None:
+    with tasks.lock:
+        tasks.busy += 1
     try:
         transport = endpoint.open()
         try:
@@ -377,6 +385,7 @@ def _work(
                 meter=meter,
                 stop=tasks.stop,
                 zstd=zstd,
+                crowded=tasks.crowded,
             )
             while True:
                 tasks.stop()
@@ -394,3 +403,6 @@ def _work(
         return
     except BaseException as error:
         tasks.fail(error)
+    finally:
+        with tasks.lock:
+            tasks.busy -= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 PIECE: Final = 1 << 20
 MAX_REDIRECTS: Final = 5
 MAX_PROBLEM: Final = 1 << 20
+_OWN_READING: Final = 1 << 18  # bytes; more than the standard library's reader buffers
 RETRIED_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 _Value = TypeVar("_Value")
@@ -173,18 +175,21 @@ class _DirectBody:
         origin: tuple[str, str],
         response: http.client.HTTPResponse,
         url: str,
+        plain: socket.socket | None,
     ) -> None:
         self._transport = transport
         self._origin = origin
         self._response = response
         self._url = url
         self._some = False
+        self._plain = plain
+        self._ahead = True
 
     def readinto(self, buffer: memoryview) -> int:
         import http.client
 
         try:
-            count = self._response.readinto(buffer)
+            count = self._receive(buffer) or self._response.readinto(buffer)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise unreachable(self._url, error, progress=self._some) from error
         if count:
@@ -197,6 +202,31 @@ class _DirectBody:
             )
         return count
 
+    def _receive(self, buffer: memoryview) -> int:
+        """Fill the buffer by one system call, past the response's own reader; 0 when that one has to read.
+
+        It has to at the start, where it may have read on from the head, and at the end, after which it
+        frees the connection for the next request.
+        """
+        left = self._response.length
+        if self._plain is None or left is None or min(left, len(buffer)) <= _OWN_READING:
+            return 0
+        if self._ahead:
+            self._ahead = False
+            piece = self._response.read1(_OWN_READING)
+            buffer[: len(piece)] = piece
+            return len(piece)
+        wanted = min(len(buffer), left - 1)
+        self._plain.settimeout(None)  # with a timeout Python asks first, and takes what there is
+        try:
+            count = self._plain.recv_into(buffer, wanted, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("timed out") from error
+        finally:
+            self._plain.settimeout(self._transport.patience.read)
+        self._response.length = left - count
+        return count
+
     def close(self) -> None:
         if not self._response.isclosed():
             self._transport.drop(self._origin)
@@ -207,7 +237,7 @@ class DirectTransport:
     """Kept-alive connections on the standard library's client, one an origin."""
 
     def __init__(self, *, patience: Patience, trust_env: bool) -> None:
-        self._patience = patience
+        self.patience = patience
         self._trust_env = trust_env
         self._connections: dict[tuple[str, str], http.client.HTTPConnection] = {}
 
@@ -231,7 +261,8 @@ class DirectTransport:
             self.drop(origin)
             raise unreachable(url, error) from error
         names = {name.lower(): value for name, value in answer.getheaders()}
-        return Response(answer.status, names, url, _DirectBody(self, origin, answer, url))
+        plain = self._connections[origin].sock if parts.scheme == "http" else None
+        return Response(answer.status, names, url, _DirectBody(self, origin, answer, url, plain))
 
     def _exchange(
         self,
@@ -257,14 +288,15 @@ class DirectTransport:
         connection: http.client.HTTPConnection
         if scheme == "https":
             connection = http.client.HTTPSConnection(
-                host, port, timeout=self._patience.connect, context=tls_context(trust_env=self._trust_env)
+                host, port, timeout=self.patience.connect, context=tls_context(trust_env=self._trust_env)
             )
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=self._patience.connect)
+            connection = http.client.HTTPConnection(host, port, timeout=self.patience.connect)
         connection.connect()
         if connection.sock is not None:
-            connection.sock.settimeout(self._patience.read)
+            connection.sock.settimeout(self.patience.read)
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(self.patience.read))
         return connection
 
     def drop(self, origin: tuple[str, str]) -> None:
@@ -337,6 +369,11 @@ class ProxiedTransport:
     def close(self) -> None:
         """Close every connection."""
         self._client.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return the kernel's form of a time (socket(7), SO_RCVTIMEO)."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def proxy_applies(url: str) -> bool:
