@@ -5,6 +5,7 @@ Argument lists: flashinfer csrc/batch_decode_jit_binding.cu, the same from 0.6.3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,11 +20,11 @@ from kernel_depot.kernels.operands import (
     read_queries,
     require_device,
 )
-from kernel_depot.kernels.plans import Pages, read_indptr, read_pages
-from kernel_depot.kernels.runtime import Runtime, default_runtime
+from kernel_depot.kernels.plans import read_indptr, read_pages
+from kernel_depot.kernels.runtime import CALL_ERRORS, Runtime, default_runtime
 from kernel_depot.kernels.signatures import Sent
 from kernel_depot.kernels.streams import current_stream, stream_handle
-from kernel_depot.kernels.tensors import fingerprint, require_contiguous
+from kernel_depot.kernels.tensors import alike, require_contiguous
 from kernel_depot.kernels.uri import batch_decode_uri
 from kernel_depot.kernels.workspaces import Workspace, plan_void
 
@@ -34,14 +35,15 @@ _RUN: Final = (_T, _T, _A, _T, _T, _T, _T, _T, _T, _T, _M, _I, _I, _B, _M, _F, _
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    info: Any
+    """What a run needs of its plan; `tails` (without and with PDL) come after a plain run's output."""
+
     generation: int
-    pages: Pages
     batch_size: int
-    indptr: Any
-    indices: Any
-    last_page_len: Any
+    page_size: int
     page_count: int
+    head: tuple[Any, ...]
+    indices: tuple[Any, ...]
+    tails: tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 class BatchDecodePlan:
@@ -83,7 +85,7 @@ class BatchDecodePlan:
         self._empty_q = nothing.tensor(attention.dtype_q, (0,))
         self._empty_kv = nothing.tensor(attention.dtype_kv, (0,))
         self._planned: _Planned | None = None
-        self._seen: tuple[Any, ...] | None = None
+        self._alike: Callable[..., bool] | None = None
 
     def plan(
         self,
@@ -106,7 +108,7 @@ class BatchDecodePlan:
         numbers = read_page_numbers(kv_indices, count=pages.count)
         attention = self.attention
         handle = current_stream(self.device) if stream is None else stream_handle(stream)
-        self._planned = self._seen = None
+        self._planned = self._alike = None
         with self.workspace.planning(stream=handle) as staging:
             # Page numbers last: a captured run finds the others in the same places after every plan.
             placed = staging.index_arrays([pages.indptr, pages.last_page_len, numbers])
@@ -131,10 +133,15 @@ class BatchDecodePlan:
                     self._empty_kv,
                 ),
             )
-        highest = int(numbers.max()) + 1 if numbers.size else 0
         indptr, last, indices = placed
         self._planned = _Planned(
-            info, self.workspace.generation, pages, batch_size, indptr, indices, last, highest
+            self.workspace.generation,
+            batch_size,
+            page_size,
+            int(numbers.max()) + 1 if numbers.size else 0,
+            (self.workspace.float_buffer, self.workspace.int_buffer, info),
+            (indptr, indices, last),
+            (self._run_tail(None, False, None), self._run_tail(None, True, None)),
         )
 
     def run(
@@ -158,23 +165,28 @@ class BatchDecodePlan:
         planned = self._planned
         if planned is None or planned.generation != self.workspace.generation:
             raise plan_void(planned)
-        simple = lse is None and alibi_slopes is None
-        seen = fingerprint(q, k_cache, v_cache, out) if simple else None
-        if seen is None or seen != self._seen:
-            self._check(q, k_cache, v_cache, out, lse, alibi_slopes, planned)
-            self._seen = seen
+        plain = lse is None and alibi_slopes is None
+        if plain and stream is None and self._alike is not None and self._alike(q, k_cache, v_cache, out):
+            try:
+                self._run.raw(
+                    *planned.head, q, k_cache, v_cache, *planned.indices, out, *planned.tails[enable_pdl]
+                )
+            except CALL_ERRORS as error:
+                raise self._run.failure(error) from error
+            return
+        self._check(q, k_cache, v_cache, out, lse, alibi_slopes, planned)
+        self._alike = alike(q, k_cache, v_cache, out) if plain else self._alike
+        tail = self._run_tail(lse, enable_pdl, alibi_slopes)
+        self._run.on(
+            self.device,
+            current_stream(self.device) if stream is None else stream,
+            (*planned.head, q, k_cache, v_cache, *planned.indices, out, *tail),
+        )
+
+    def _run_tail(self, lse: Any, enable_pdl: bool, alibi_slopes: Any) -> tuple[Any, ...]:
+        """Return what a run sends after its output."""
         attention = self.attention
-        arguments = (
-            self.workspace.float_buffer,
-            self.workspace.int_buffer,
-            planned.info,
-            q,
-            k_cache,
-            v_cache,
-            planned.indptr,
-            planned.indices,
-            planned.last_page_len,
-            out,
+        return (
             lse,
             int(attention.layout),
             attention.window_left,
@@ -185,10 +197,6 @@ class BatchDecodePlan:
             attention.rope_rcp_scale,
             attention.rope_rcp_theta,
         )
-        if stream is None and seen is not None:
-            self._run(*arguments)
-        else:
-            self._run.on(self.device, current_stream(self.device) if stream is None else stream, arguments)
 
     def _check(
         self, q: Any, k_cache: Any, v_cache: Any, out: Any, lse: Any, alibi_slopes: Any, planned: _Planned
@@ -197,7 +205,7 @@ class BatchDecodePlan:
         tensors = read_queries(q, out, lse, attention, rows=planned.batch_size, why="batch")
         require_contiguous(tensors[0])
         tensors += read_paged(
-            k_cache, v_cache, attention, page_size=planned.pages.page_size, pages=planned.page_count
+            k_cache, v_cache, attention, page_size=planned.page_size, pages=planned.page_count
         )
         tensors += read_alibi(alibi_slopes, attention)
         require_device(tensors, self.device)

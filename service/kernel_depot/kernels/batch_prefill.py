@@ -6,6 +6,7 @@ Argument lists: flashinfer csrc/batch_prefill_jit_binding.cu and batch_prefill_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,10 @@ from kernel_depot.kernels.plans import (
     require_causal,
     require_length,
 )
-from kernel_depot.kernels.runtime import Function, Runtime, default_runtime, device_sm
+from kernel_depot.kernels.runtime import CALL_ERRORS, Function, Runtime, default_runtime, device_sm
 from kernel_depot.kernels.signatures import Sent, kinds
 from kernel_depot.kernels.streams import current_stream, stream_handle
-from kernel_depot.kernels.tensors import Tensor, fingerprint, is_on
+from kernel_depot.kernels.tensors import Tensor, alike, is_on
 from kernel_depot.kernels.uri import batch_prefill_uri
 from kernel_depot.kernels.workspaces import Workspace, plan_void
 
@@ -63,20 +64,21 @@ _RUN_MIDDLE = (_T, _M, _I, _I, _I, _B)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What a run needs of its plan. Index arrays are on the device."""
+    """What a run needs of its plan. `page_size` None means ragged keys; index arrays are on the device.
 
-    info: Any
+    `head`, `indices` and `tails` (without and with PDL) are what a plain run sends around its tensors.
+    """
+
     generation: int
     rows: int
     kv_rows: int
     batch_size: int
-    qo_indptr: Any
-    kv_indptr: Any
-    pages: Pages | None = None
-    kv_indices: Any = None
-    last_page_len: Any = None
-    page_count: int = 0
-    mask_bytes: int = 0
+    page_size: int | None
+    page_count: int
+    mask_bytes: int
+    head: tuple[Any, ...]
+    indices: tuple[Any, ...]
+    tails: tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 class BatchPrefillPlan:
@@ -127,7 +129,7 @@ class BatchPrefillPlan:
             "paged_run" if paged else "ragged_run", _RUN_HEAD + indices + _RUN_MIDDLE + run_tail
         )
         self._planned: _Planned | None = None
-        self._seen: tuple[Any, ...] | None = None
+        self._alike: Callable[..., bool] | None = None
 
     @classmethod
     def ragged(cls, attention: Attention, *, device: Device, **options: Any) -> BatchPrefillPlan:
@@ -182,7 +184,7 @@ class BatchPrefillPlan:
             arrays.append(pages.last_page_len)
             if numbers is not None:
                 arrays.append(numbers)
-        self._planned = self._seen = None
+        self._planned = self._alike = None
         with self.workspace.planning(stream=handle) as staging:
             placed = staging.index_arrays(arrays)
             info = self._plan.on(
@@ -203,19 +205,23 @@ class BatchPrefillPlan:
                     *self._plan_tail(cuda_graph, fixed_split_size, disable_split_kv, num_colocated_ctas),
                 ),
             )
+        indices = placed[:2]
+        if pages is not None:
+            indices += [on_device if numbers is None else placed[3], placed[2]]
         self._planned = _Planned(
-            info,
             self.workspace.generation,
             int(qo[-1]),
             int(kv[-1]),
             batch_size,
-            placed[0],
-            placed[1],
-            pages,
-            None if pages is None else (on_device if numbers is None else placed[3]),
-            None if pages is None else placed[2],
+            None if pages is None else pages.page_size,
             0 if numbers is None or not numbers.size else int(numbers.max()) + 1,
             0 if masks is None else int(masks[-1]),
+            (self.workspace.float_buffer, self.workspace.int_buffer, info),
+            tuple(indices),
+            (
+                self._run_tail(None, False, Extras(), NO_SCALES),
+                self._run_tail(None, True, Extras(), NO_SCALES),
+            ),
         )
 
     def run(
@@ -242,38 +248,37 @@ class BatchPrefillPlan:
         planned = self._planned
         if planned is None or planned.generation != self.workspace.generation:
             raise plan_void(planned)
-        given = extras or Extras()
-        simple = lse is None and extras is None and scales is NO_SCALES
-        seen = fingerprint(q, k, v, out) if simple else None
-        if seen is None or seen != self._seen:
-            self._check(q, k, v, out, lse, given, scales, planned)
-            self._seen = seen
-        indices = (
-            (planned.qo_indptr, planned.kv_indptr)
-            if planned.pages is None
-            else (planned.qo_indptr, planned.kv_indptr, planned.kv_indices, planned.last_page_len)
+        plain = lse is None and extras is None and scales is NO_SCALES
+        if plain and stream is None and self._alike is not None and self._alike(q, k, v, out):
+            try:
+                self._run.raw(*planned.head, q, k, v, *planned.indices, out, *planned.tails[enable_pdl])
+            except CALL_ERRORS as error:
+                raise self._run.failure(error) from error
+            return
+        given = extras if extras is not None else Extras()
+        self._check(q, k, v, out, lse, given, scales, planned)
+        self._alike = alike(q, k, v, out) if plain else self._alike
+        tail = self._run_tail(lse, enable_pdl, given, scales)
+        self._run.on(
+            self.device,
+            current_stream(self.device) if stream is None else stream,
+            (*planned.head, q, k, v, *planned.indices, out, *tail),
         )
+
+    def _plain_tail(self, enable_pdl: bool) -> tuple[Any, ...]:
+        return self._run_tail(None, enable_pdl, Extras(), NO_SCALES)
+
+    def _run_tail(self, lse: Any, enable_pdl: bool, extras: Extras, scales: Scales) -> tuple[Any, ...]:
+        """Return what a run sends after its output."""
         attention = self.attention
-        arguments = (
-            self.workspace.float_buffer,
-            self.workspace.int_buffer,
-            planned.info,
-            q,
-            k,
-            v,
-            *indices,
-            out,
+        return (
             lse,
             int(attention.mask),
             int(attention.layout),
             attention.window_left,
             enable_pdl,
-            *batch_prefill_tail(attention, self.backend, self._release, extras=given, scales=scales),
+            *batch_prefill_tail(attention, self.backend, self._release, extras=extras, scales=scales),
         )
-        if stream is None and seen is not None:
-            self._run(*arguments)
-        else:
-            self._run.on(self.device, current_stream(self.device) if stream is None else stream, arguments)
 
     def _plan_tail(
         self, cuda_graph: bool, fixed_split_size: int, disable_split_kv: bool, num_colocated_ctas: int
@@ -316,11 +321,11 @@ class BatchPrefillPlan:
     ) -> None:
         attention = self.attention
         tensors = read_queries(q, out, lse, attention, rows=planned.rows, why="qo_indptr's end")
-        if planned.pages is None:
+        if planned.page_size is None:
             tensors += read_ragged(k, v, attention, rows=planned.kv_rows, why="kv_indptr's end")
         else:
-            page_size = planned.pages.page_size
-            tensors += read_paged(k, v, attention, page_size=page_size, pages=planned.page_count)
+            size = planned.page_size
+            tensors += read_paged(k, v, attention, page_size=size, pages=planned.page_count)
         tensors += check_extras(
             attention, extras, batch_size=planned.batch_size, mask_bytes=planned.mask_bytes
         )

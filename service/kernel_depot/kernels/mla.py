@@ -6,6 +6,7 @@ on the planner leaves the copy of its plan to the caller.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,11 +22,11 @@ from kernel_depot.kernels.errors import InvalidArgument
 from kernel_depot.kernels.memory import Device
 from kernel_depot.kernels.operands import read_lse, read_page_numbers, require_device
 from kernel_depot.kernels.plans import host_integers, read_indptr, require_causal, require_length
-from kernel_depot.kernels.runtime import Runtime, default_runtime, device_sm
+from kernel_depot.kernels.runtime import CALL_ERRORS, Runtime, default_runtime, device_sm
 from kernel_depot.kernels.signatures import Sent, kinds
 from kernel_depot.kernels.streams import current_stream, stream_handle
 from kernel_depot.kernels.tensors import (
-    fingerprint,
+    alike,
     read_tensor,
     require_contiguous,
     require_dense_rows,
@@ -46,12 +47,15 @@ _RUN_HEAD: Final = (_T, _T, _A, _T, _T, _T, _T, _T, _T, _M, _I, _I, _I)
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    info: Any
+    """What a run needs of its plan; `tail` comes after a plain run's output."""
+
     generation: int
     rows: int
-    indices: Any
     page_size: int
     page_count: int
+    head: tuple[Any, ...]
+    indices: Any
+    tail: tuple[Any, ...]
 
 
 class BatchMlaPlan:
@@ -112,7 +116,7 @@ class BatchMlaPlan:
         tail = kinds(mla_run_tail(self._release, sm_scale=1.0, lse_base_e=False))
         self._run = self.module.function("run", _RUN_HEAD + tail)
         self._planned: _Planned | None = None
-        self._seen: tuple[Any, ...] | None = None
+        self._alike: Callable[..., bool] | None = None
 
     def plan(
         self,
@@ -150,7 +154,7 @@ class BatchMlaPlan:
             require_causal(qo, lengths)
         numbers = read_page_numbers(kv_indices, count=int(kv[-1]))
         handle = current_stream(self.device) if stream is None else stream_handle(stream)
-        self._planned = self._seen = None
+        self._planned = self._alike = None
         with self.workspace.planning(stream=handle) as staging:
             placed = staging.index_arrays([numbers])
             answer = self._plan.on(
@@ -171,9 +175,14 @@ class BatchMlaPlan:
             if self._release >= (0, 7):
                 answer, staged = answer
                 staging.copy_plan(int(staged))
-        highest = int(numbers.max()) + 1 if numbers.size else 0
         self._planned = _Planned(
-            answer, self.workspace.generation, int(qo[-1]), placed[0], page_size, highest
+            self.workspace.generation,
+            int(qo[-1]),
+            page_size,
+            int(numbers.max()) + 1 if numbers.size else 0,
+            (self.workspace.float_buffer, self.workspace.int_buffer, answer),
+            placed[0],
+            self._run_tail(None, page_size, False),
         )
 
     def run(
@@ -197,30 +206,31 @@ class BatchMlaPlan:
         planned = self._planned
         if planned is None or planned.generation != self.workspace.generation:
             raise plan_void(planned)
-        seen = fingerprint(q_nope, q_pe, ckv_cache, kpe_cache, out) if lse is None else None
-        if seen is None or seen != self._seen:
-            self._check(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, planned)
-            self._seen = seen
-        arguments = (
-            self.workspace.float_buffer,
-            self.workspace.int_buffer,
-            planned.info,
-            q_nope,
-            q_pe,
-            ckv_cache,
-            kpe_cache,
-            planned.indices,
-            out,
+        plain = lse is None and stream is None and not lse_base_e
+        sent = (q_nope, q_pe, ckv_cache, kpe_cache)
+        if plain and self._alike is not None and self._alike(*sent, out):
+            try:
+                self._run.raw(*planned.head, *sent, planned.indices, out, *planned.tail)
+            except CALL_ERRORS as error:
+                raise self._run.failure(error) from error
+            return
+        self._check(q_nope, q_pe, ckv_cache, kpe_cache, out, lse, planned)
+        self._alike = alike(*sent, out) if lse is None else self._alike
+        self._run.on(
+            self.device,
+            current_stream(self.device) if stream is None else stream,
+            (*planned.head, *sent, planned.indices, out, *self._run_tail(lse, planned.page_size, lse_base_e)),
+        )
+
+    def _run_tail(self, lse: Any, page_size: int, lse_base_e: bool) -> tuple[Any, ...]:
+        """Return what a run sends after its output."""
+        return (
             lse,
             int(self.mask),
             self.num_heads,
-            planned.page_size,
+            page_size,
             *mla_run_tail(self._release, sm_scale=self.sm_scale, lse_base_e=lse_base_e),
         )
-        if stream is None and seen is not None:
-            self._run(*arguments)
-        else:
-            self._run.on(self.device, current_stream(self.device) if stream is None else stream, arguments)
 
     def _check(
         self, q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, out: Any, lse: Any, planned: _Planned

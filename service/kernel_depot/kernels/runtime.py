@@ -44,7 +44,7 @@ _VERSION = re.compile(r"(?:\d+!)?(\d+(?:\.\d+)*)")
 _ABSENT = re.compile(r"lib(?P<name>\w+)\.so\S*: cannot open shared object file")
 _MOST_LIBRARIES: Final = 8
 
-_CALL_ERRORS: Final = (
+CALL_ERRORS: Final = (
     RuntimeError,
     ValueError,
     TypeError,
@@ -82,8 +82,12 @@ class Function:
         """Call. Raise KernelCallFailed with the kernel's own text."""
         try:
             return self.raw(*arguments)
-        except _CALL_ERRORS as error:
-            raise KernelCallFailed(self.name, where=self.where, error=error) from error
+        except CALL_ERRORS as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> KernelCallFailed:
+        """Return the error for one of CALL_ERRORS that `raw` raised."""
+        return KernelCallFailed(self.name, where=self.where, error=error)
 
     def on(self, device: Device, stream: object, arguments: Sequence[Any]) -> Any:
         """Call on a stream of a device, whatever the tensors' framework thinks current.

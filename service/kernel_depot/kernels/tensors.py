@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -117,6 +117,32 @@ def fingerprint(*values: Any) -> tuple[Any, ...] | None:
             return None
         parts += (value.shape, value.dtype, value.stride(), value.get_device())
     return tuple(parts)
+
+
+def alike(*values: Any) -> Callable[..., bool] | None:
+    """Return a test for torch tensors of just these dtypes, shapes, strides and devices; else None.
+
+    It may turn down tensors that are alike, never the reverse: whoever asks looks closely after a no.
+    Torch's guards, where it has them, look at all tensors in one call (torch/csrc/dynamo/guards.cpp).
+    """
+    known = fingerprint(*values)
+    if known is None:
+        return None
+    torch = sys.modules["torch"]
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make = getattr(guards, "TensorGuards", None)
+    if make is not None and len({id(value) for value in values}) == len(values):
+        sizes = [list(value.shape) for value in values]
+        strides = [list(value.stride()) for value in values]
+        try:
+            test: Callable[..., bool] = make(
+                *values, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check
+            if test(*values):
+                return test
+        except (TypeError, AttributeError, RuntimeError):
+            pass  # a torch whose guards are made otherwise
+    return lambda *others: fingerprint(*others) == known
 
 
 def require_dtype(tensor: Tensor, *dtypes: str) -> None:
