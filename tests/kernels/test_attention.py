@@ -73,8 +73,9 @@ def test_fp8_queries_are_fa3s_alone() -> None:
     for wanted, sm in ((Backend.FA2, HOPPER), (Backend.AUTO, Sm(8, 9))):
         with pytest.raises(InvalidArgument, match="dtype_q"):
             choose_backend(attention(**FP8), wanted, sm=sm)
-    with pytest.raises(InvalidArgument, match="window_left"):
-        choose_backend(attention(**FP8, window_left=4), Backend.AUTO, sm=HOPPER)
+    assert choose_backend(attention(**FP8, window_left=4), Backend.AUTO, sm=HOPPER) is Backend.FA3
+    with pytest.raises(InvalidArgument, match="head_dim_vo"):
+        choose_backend(attention(**FP8, head_dim_qk=192), Backend.AUTO, sm=HOPPER)
 
 
 @pytest.mark.parametrize(

@@ -173,11 +173,11 @@ def fa3_refusal(attention: Attention, *, sm: Sm | None) -> tuple[str, str, objec
         return "f16_qk_reduction", "False with fa3", True
     if attention.dtype_kv in FP8 and attention.dtype_q not in FP8:
         return "dtype_kv", "fa3 reads FP8 keys with FP8 queries alone", attention.dtype_kv
-    if attention.dtype_q in FP8 and attention.window_left >= 0:
-        return "window_left", "-1 with FP8 queries", attention.window_left
     if attention.dtype_q in FP8 and attention.mask is MaskMode.MULTI_ITEM:
         return "mask", "NONE or CAUSAL with FP8 queries", attention.mask.name
     dims = (attention.head_dim_qk, attention.head_dim_vo)
+    if attention.dtype_q in FP8 and dims[0] != dims[1]:
+        return "head_dim_vo", f"{dims[0]}, head_dim_qk, with FP8 queries", dims[1]
     if dims not in FA3_HEAD_DIMS:
         return "head_dim_qk", "64, 128 or 256 (or 192 with head_dim_vo 128) with fa3", dims
     return None
