@@ -37,6 +37,10 @@ def _extract(root: Path, data: bytes, *, filename: str = FILENAME, **kwargs: Any
     return extract(path, staging=staging, expect=expect, **kwargs)
 
 
+def staged(staging: Path, sha256: str) -> Path:
+    return staging / sha256[:2] / sha256
+
+
 def test_records_all_and_stages_artifacts_once(tmp_path: Path, forge: Any) -> None:
     uri = "norm"
     files = {
@@ -73,15 +77,13 @@ def test_records_all_and_stages_artifacts_once(tmp_path: Path, forge: Any) -> No
     )
     assert found[f"flashinfer_jit_cache/jit_cache/{uri}/{uri}.so"].module == uri
     assert found[f"{INFO}/RECORD"].kind is ArtifactKind.METADATA
-    staged = {path.name: path for path in (tmp_path / "staging").iterdir()}
-    assert set(staged) == set(wheel.blobs) == {m.sha256 for m in wheel.members if m.kind is not None}
-    for name, path in staged.items():
+    there = {path.name: path for path in (tmp_path / "staging").glob("*/*")}
+    assert set(there) == set(wheel.blobs) == {m.sha256 for m in wheel.members if m.kind is not None}
+    for name, path in there.items():
         assert sha256_file(path) == name
         assert stat.S_IMODE(path.stat().st_mode) & 0o222 == 0
     assert (
-        found["kernels/a.cubin"].staged
-        == found["kernels/same.cubin"].staged
-        == staged[sha256_bytes(b"cubin")]
+        found["kernels/a.cubin"].staged == found["kernels/same.cubin"].staged == there[sha256_bytes(b"cubin")]
     )
     assert found["kernels/code.py"].staged is None
 
@@ -96,8 +98,8 @@ def test_large_members_in_pieces(tmp_path: Path, forge: Any, threads: int) -> No
     )
     found = {member.path: member for member in wheel.members}
     assert all(found[name].sha256 == sha256_bytes(content) for name, content in files.items())
-    assert {path.name for path in (tmp_path / "staging").iterdir()} == set(wheel.blobs)
-    assert all(sha256_file(path) == path.name for path in (tmp_path / "staging").iterdir())
+    assert {path.name for path in (tmp_path / "staging").glob("*/*")} == set(wheel.blobs)
+    assert all(sha256_file(path) == path.name for path in (tmp_path / "staging").glob("*/*"))
 
 
 def test_progress_adds_up(tmp_path: Path, forge: Any) -> None:
@@ -250,5 +252,5 @@ def test_memory_stays_bounded_for_a_huge_member(tmp_path: Path, forge: Any) -> N
     command = [sys.executable, "-c", _CHILD, str(wheel), str(staging), FILENAME, sha256_bytes(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == size == (staging / digest.hexdigest()).stat().st_size
-    (staging / digest.hexdigest()).unlink()
+    assert int(done.stdout) == size == staged(staging, digest.hexdigest()).stat().st_size
+    staged(staging, digest.hexdigest()).unlink()

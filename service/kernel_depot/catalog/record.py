@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import delete, insert, update
@@ -48,7 +51,7 @@ def _insert_plain(session: Session, statement: Any, rows: Sequence[dict[str, Any
     connection = session.connection()
     compiled = statement.compile(dialect=connection.dialect, column_keys=list(rows[0]))
     if compiled.positional:
-        values: list[Any] = [tuple(row[name] for name in compiled.positiontup) for row in rows]
+        values: list[Any] = list(map(itemgetter(*compiled.positiontup), rows))
     else:
         values = list(rows)
     connection.exec_driver_sql(str(compiled), values)
@@ -149,8 +152,14 @@ def record_wheel(
     if kept:
         # A wheel is compressed already; its zstd form is never worth its bytes.
         blobs.append(_blob_row(sha256, wheel.size, state="not_worth"))
-    _insert_plain(session, upsert(session, Blob).on_conflict_do_nothing(), blobs)
-    insert_absent(session, Inspection, [_inspection_row(*item) for item in sorted(inspections.items())])
+    if blobs:
+        _insert_plain(session, upsert(session, Blob).on_conflict_do_nothing(), blobs)
+    if inspections:
+        _insert_plain(
+            session,
+            upsert(session, Inspection).on_conflict_do_nothing(),
+            [_inspection_row(*item) for item in sorted(inspections.items())],
+        )
     session.connection().execute(delete(WheelFailure).where(col(WheelFailure.sha256) == sha256))
 
 
@@ -164,13 +173,19 @@ def _inspection_row(sha256: str, found: Inspected) -> dict[str, Any]:
         "format": found.format,
         "machine": found.machine,
         "soname": found.soname,
-        "needed": list(found.needed),
+        "needed": _json_list(found.needed),
         "glibc": found.glibc,
         "glibcxx": found.glibcxx,
-        "functions": list(found.functions),
-        "sms": list(found.sms),
-        "ptx": list(found.ptx),
+        "functions": _json_list(found.functions),
+        "sms": _json_list(found.sms),
+        "ptx": _json_list(found.ptx),
     }
+
+
+@lru_cache(maxsize=1024)
+def _json_list(items: tuple[str, ...]) -> str:
+    """Return a JSON column's text; the inspections of a cubin wheel repeat a few lists."""
+    return json.dumps(items)
 
 
 def record_failure(session: Session, *, sha256: str, filename: str, problem: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ machine can begin while the catalog's libraries are still being imported.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Semaphore
@@ -26,18 +27,22 @@ _INSPECTED = frozenset({ArtifactKind.MODULE, ArtifactKind.TVM_FFI, ArtifactKind.
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A verified wheel whose artifacts lie in a private directory, inspected. `wheel` are its own bytes."""
+    """A verified wheel whose artifacts lie in a private directory, inspected. `wheel` are its own bytes.
+
+    `publish` publishes them beside this process, where somebody stands by for that.
+    """
 
     wheel: Path
     extracted: ExtractedWheel
     fetched: Fetched | None
+    publish: Callable[[Sequence[StagedBlob]], None] | None = None
 
     def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
         """Return what is to be published: the distinct artifacts, and the wheel's own bytes."""
         blobs = [
-            StagedBlob(digest, member.size, member.staging / digest)
+            StagedBlob(digest, member.size, path)
             for digest, member in self.extracted.blobs.items()
-            if member.staging is not None
+            if (path := member.staged) is not None
         ]
         if with_wheel:
             blobs.append(StagedBlob(sha256, self.extracted.size, self.wheel))

@@ -273,7 +273,7 @@ def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: f
     progress(Step(pin.filename, Stage.PUBLISHING, members_total=len(staged)))
     arch = pin_arch(pin)
     with ThreadPoolExecutor(1, thread_name_prefix="publish") as pool:
-        published = pool.submit(depot.store.publish_many, staged)
+        published = pool.submit(work.publish or depot.store.publish_many, staged)
         if not depot.store.publishes_by_rename:
             published.result()  # no transaction is held open over a network
         progress(Step(pin.filename, Stage.RECORDING, members_total=len(extracted.members)))

@@ -76,10 +76,17 @@ class LocalStore:
                 self._publish_synced(blob, form)
             return
         root = self._roots[form]
-        self._make_fans(root, {blob.sha256[:2] for blob in staged})
+        empty = self._make_fans(root, {blob.sha256[:2] for blob in staged})
         self._write_marker([blob.sha256 for blob in staged], form)
         for blob in staged:
-            self._move(blob, f"{root}/{blob.sha256[:2]}/{blob.sha256}")
+            final = f"{root}/{blob.sha256[:2]}/{blob.sha256}"
+            if blob.sha256[:2] not in empty:
+                self._move(blob, final)
+                continue
+            try:
+                os.rename(blob.path, final)
+            except OSError:
+                self._move(blob, final)
 
     def _publish_synced(self, staged: StagedBlob, form: Form) -> None:
         root = self._roots[form]
@@ -127,11 +134,21 @@ class LocalStore:
             os.rename(copy, final)
         os.unlink(staged.path)
 
-    def _make_fans(self, root: str, prefixes: Iterable[str]) -> None:
+    def _make_fans(self, root: str, prefixes: Iterable[str]) -> set[str]:
+        """Make the directories of digests that begin so; return those that this call made."""
+        made = set()
         for prefix in prefixes:
-            if (fan := f"{root}/{prefix}") not in self._fans:
+            if (fan := f"{root}/{prefix}") in self._fans:
+                continue
+            try:
+                os.mkdir(fan)
+                made.add(prefix)
+            except FileExistsError:
+                pass
+            except FileNotFoundError:
                 os.makedirs(fan, exist_ok=True)
-                self._fans.add(fan)
+            self._fans.add(fan)
+        return made
 
     def _write_marker(self, sha256s: Sequence[str], form: Form) -> None:
         """Say, on the disk, which digests this boot publishes before their bytes are on the disk."""

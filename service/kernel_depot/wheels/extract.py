@@ -86,7 +86,9 @@ class ExtractedMember(NamedTuple):
     @property
     def staged(self) -> Path | None:
         """The private file that holds the artifact's bytes."""
-        return None if self.staging is None else self.staging / self.sha256
+        if self.staging is None:
+            return None
+        return Path(f"{self.staging}/{self.sha256[:2]}/{self.sha256}")  # thousands: `/` takes twice as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def extract(
 ) -> ExtractedWheel:
     """Verify `wheel` and write its artifacts into `staging`, each named by its SHA-256, mode 0444.
 
+    They lie in directories named by its first two digits: whoever makes a file locks its directory.
     `staging` is the caller's and private; on failure it may hold files, which the caller removes. The file
     must not change meanwhile. `on_totals` is told once the unpacked bytes and the members there are,
     `on_progress` those done so far, from any thread but never from two at once. `look` is shown each distinct
@@ -469,10 +472,14 @@ class _Extraction:
 
     def _stage(self, sha256: str, content: memoryview) -> bool:
         """Write an artifact's bytes; False when another member's are the same and are there."""
+        name = f"{self._prefix}{sha256[:2]}/{sha256}"
         try:
-            descriptor = os.open(self._prefix + sha256, _CREATE, 0o444)
+            descriptor = os.open(name, _CREATE, 0o444)
         except FileExistsError:
             return False
+        except FileNotFoundError:
+            (self._staging / sha256[:2]).mkdir(exist_ok=True)
+            return self._stage(sha256, content)
         try:
             _write(descriptor, content)
         finally:
@@ -505,7 +512,8 @@ class _Extraction:
             self._check_row(member, row, proof.digest())
         sha256 = digest.hexdigest()
         if kept:
-            staged = self._staging / sha256
+            staged = self._staging / sha256[:2] / sha256
+            staged.parent.mkdir(exist_ok=True)
             try:
                 os.link(private, staged)
             except FileExistsError:
