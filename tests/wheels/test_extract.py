@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import stat
 import subprocess
@@ -254,3 +255,59 @@ def test_memory_stays_bounded_for_a_huge_member(tmp_path: Path, forge: Any) -> N
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == size == staged(staging, digest.hexdigest()).stat().st_size
     staged(staging, digest.hexdigest()).unlink()
+
+
+_FORKED = """
+import json, sys
+from pathlib import Path
+from kernel_depot.errors import DepotError
+from kernel_depot.wheels.archive import ArchiveLimits
+from kernel_depot.wheels.extract import Expectation, extract
+from kernel_depot.wheels.inspect import Inspection
+def look(path, kind, sha256, content):
+    return Inspection("cubin", path)
+told = []
+try:
+    wheel = extract(Path(sys.argv[1]), staging=Path(sys.argv[2]),
+                    expect=Expectation(sys.argv[3], sys.argv[4]), limits=ArchiveLimits(max_ratio=5000), look=look, forks=int(sys.argv[5]),
+                    on_progress=lambda size, members: told.append((size, members)))
+except DepotError as error:
+    print(json.dumps({"slug": error.slug, "where": error.where}))
+else:
+    assert set(wheel.inspections) == set(wheel.blobs)
+    assert told == sorted(told)
+    print(json.dumps({"members": [[member.path, member.sha256] for member in wheel.members]}))
+"""
+
+
+@pytest.mark.parametrize("forks", [1, 3])
+@pytest.mark.parametrize("fault", ["none", "member", "whole", "both", "structure"])
+def test_processes_find_what_threads_find(tmp_path: Path, forge: Any, fault: str, forks: int) -> None:
+    size = 300 << 10
+    parts = [forge.Part(f"{number}.cubin", f"{number:06}".encode() * (size // 6)) for number in range(70)]
+    parts += [forge.Part(f"{number}.lock", b"") for number in range(70)]
+    parts += [forge.Part("twin.cubin", parts[0].content), forge.Part("large.cubin", bytes(9 << 20))]
+    wrong = forge.record_row("40.cubin", bytes(size))
+    edit = (lambda rows: [wrong, *rows[:40], *rows[41:]]) if fault in ("member", "both") else None
+    data = forge.pack(forge.wheel(parts, edit=edit) if edit else forge.wheel(parts))
+    data = data[:-1] if fault == "structure" else data
+    digest = "0" * 64 if fault in ("whole", "both") else sha256_bytes(data)
+    (tmp_path / "wheel").write_bytes(data)
+    staging = tmp_path / "staging"
+    staging.mkdir()
+    command = [sys.executable, "-c", _FORKED, tmp_path / "wheel", staging, FILENAME, digest, str(forks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout)
+    threaded = tmp_path / "threaded"
+    threaded.mkdir()
+    expect = Expectation(FILENAME, digest)
+    limits = ArchiveLimits(max_ratio=5000)
+    if fault != "none":
+        with pytest.raises(WheelError) as caught:
+            _extract(threaded, data, expect=expect, limits=limits)
+        assert found == {"slug": caught.value.slug, "where": caught.value.where}
+        return
+    expected = _extract(threaded, data, expect=expect, limits=limits)
+    assert found == {"members": [[member.path, member.sha256] for member in expected.members]}
+    assert {path.name for path in staging.glob("*/*")} == set(expected.blobs)
+    assert all(sha256_file(path) == path.name for path in staging.glob("*/*"))

@@ -72,6 +72,6 @@ def test_noise_is_read_or_refused(data: bytes) -> None:
 
 def test_digest_is_compared_in_records_spelling() -> None:
     row = RecordRow("sha256", EMPTY, 0)
-    check_digest(row, hashlib.sha256().digest(), where="test")
+    check_digest(row, hashlib.sha256().digest(), where="test", path="a")
     with pytest.raises(RecordHashMismatch):
-        check_digest(row, hashlib.sha256(b"x").digest(), where="test")
+        check_digest(row, hashlib.sha256(b"x").digest(), where="test", path="a")

@@ -107,7 +107,7 @@ def unpack_wheel(file: Path, wheel: PinnedWheel, target: Path, *, keep: Keep) ->
                 if digest is not None:
                     digest.update(piece)
         if row is not None and digest is not None:
-            check_digest(row, digest.digest(), where=f"{where}: {member.name!r}")
+            check_digest(row, digest.digest(), where=where, path=member.name)
         destination.chmod(0o444)
 
 

@@ -6,7 +6,7 @@ machine can begin while the catalog's libraries are still being imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Semaphore
@@ -35,16 +35,23 @@ class Ready:
     wheel: Path
     extracted: ExtractedWheel
     fetched: Fetched | None
-    publish: Callable[[Sequence[StagedBlob]], None] | None = None
+    publish: Callable[[], None] | None = None
 
-    def staged(self, *, sha256: str, with_wheel: bool) -> list[StagedBlob]:
-        """Return what is to be published: the distinct artifacts, and the wheel's own bytes."""
+    @property
+    def blob_count(self) -> int:
+        """How many blobs there are to publish."""
+        members = self.extracted.members
+        found = {member.sha256 for member in members if member.staging is not None}
+        return len(found) + (self.fetched is not None)
+
+    def staged(self, *, sha256: str) -> list[StagedBlob]:
+        """Return what is to be published: the distinct artifacts, and a fetched wheel's own bytes."""
         blobs = [
             StagedBlob(digest, member.size, path)
             for digest, member in self.extracted.blobs.items()
             if (path := member.staged) is not None
         ]
-        if with_wheel:
+        if self.fetched is not None:
             blobs.append(StagedBlob(sha256, self.extracted.size, self.wheel))
         return blobs
 

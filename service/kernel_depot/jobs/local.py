@@ -6,8 +6,6 @@ meanwhile: that needs no catalog, and the store itself says when a wheel is ther
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,7 +20,7 @@ from kernel_depot.pins.document import read_pin_set
 from kernel_depot.pins.pin import Pin, PinSet, UrlOrigin
 from kernel_depot.platform import Arch, CudaTag
 from kernel_depot.settings import Settings
-from kernel_depot.store.blobs import StagedBlob, Store
+from kernel_depot.store.blobs import Store
 from kernel_depot.store.location import open_store
 from kernel_depot.wheels.errors import WheelDigestMismatch
 from kernel_depot.wheels.fetch_problems import WheelHashMismatch
@@ -105,19 +103,17 @@ def _ahead(settings: Settings, store: Store, pin: Pin | None, progress: Progress
         if may_fork():
             told = SharedStep()
             begin = partial(_begin, settings, pin, staging, told, forks=settings.extract_threads)
-            child = Forked(begin)
-            stack.callback(child.abandon)
-            publisher = _Publisher(store) if store.publishes_by_rename else None
-            if publisher is not None:
-                stack.callback(publisher.close)
-            yield _Begun(pin, partial(_follow, child, publisher, pin, told, progress))
+            publish = partial(_publish, store, pin) if store.publishes_by_rename else None
+            child = Forked(begin, then=publish)
+            stack.callback(child.close)
+            yield _Begun(pin, partial(_follow, child, pin, told, progress, publishes=publish is not None))
         else:
             pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ahead"))
             yield _Begun(pin, pool.submit(_begin, settings, pin, staging, progress, forks=0).result)
 
 
 def _follow(
-    child: Forked[Ready], publisher: _Publisher | None, pin: Pin, told: SharedStep, progress: Progress
+    child: Forked[Ready], pin: Pin, told: SharedStep, progress: Progress, *, publishes: bool
 ) -> Ready:
     """Pass on what a child tells of its progress until it is done."""
     while not child.wait(_GLANCE):
@@ -125,38 +121,12 @@ def _follow(
         if step is not None:
             progress(step)
     work = child.result()
-    return work if publisher is None else replace(work, publish=publisher.publish)
+    return replace(work, publish=child.proceed) if publishes else work
 
 
-class _Publisher:
-    """A child that stands by to publish one batch: thousands of renames beside thousands of rows."""
-
-    def __init__(self, store: Store) -> None:
-        told, self._tell = os.pipe()
-        self._child = Forked(partial(_publish_told, store, told, self._tell))
-        os.close(told)
-
-    def publish(self, staged: Sequence[StagedBlob]) -> None:
-        """Publish a batch, once. Raise what `publish_many` raises."""
-        with open(self._tell, "wb") as file:
-            self._tell = -1
-            pickle.dump([(blob.sha256, blob.size, str(blob.path)) for blob in staged], file)
-        self._child.result()
-
-    def close(self) -> None:
-        """End the child, whether it was told anything or not."""
-        if self._tell >= 0:
-            os.close(self._tell)
-        self._child.abandon()
-
-
-def _publish_told(store: Store, told: int, tell: int) -> None:
-    os.close(tell)
-    with open(told, "rb") as file:
-        data = file.read()
-    if data:
-        batch = pickle.loads(data)  # noqa: S301  our own parent's bytes
-        store.publish_many([StagedBlob(sha256, size, Path(path)) for sha256, size, path in batch])
+def _publish(store: Store, pin: Pin, work: Ready) -> None:
+    """Publish in the child: thousands of renames beside the parent's thousands of rows."""
+    store.publish_many(work.staged(sha256=pin.sha256))
 
 
 def _begin(settings: Settings, pin: Pin, staging: Path, progress: Progress, *, forks: int) -> Ready:

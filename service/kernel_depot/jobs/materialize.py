@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -269,11 +270,12 @@ def _fetch(depot: Depot, pin: Pin, progress: Progress) -> Fetched:
 def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: float) -> Ingested:
     """Publish the bytes and record the rows, which are committed once every byte is public."""
     extracted = work.extracted
-    staged = work.staged(sha256=pin.sha256, with_wheel=work.fetched is not None)
-    progress(Step(pin.filename, Stage.PUBLISHING, members_total=len(staged)))
+    count = work.blob_count
+    publish = work.publish or partial(depot.store.publish_many, work.staged(sha256=pin.sha256))
+    progress(Step(pin.filename, Stage.PUBLISHING, members_total=count))
     arch = pin_arch(pin)
     with ThreadPoolExecutor(1, thread_name_prefix="publish") as pool:
-        published = pool.submit(work.publish or depot.store.publish_many, staged)
+        published = pool.submit(publish)
         if not depot.store.publishes_by_rename:
             published.result()  # no transaction is held open over a network
         progress(Step(pin.filename, Stage.RECORDING, members_total=len(extracted.members)))
@@ -296,7 +298,7 @@ def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: f
         size=extracted.size,
         unpacked_size=extracted.unpacked_size,
         member_count=len(extracted.members),
-        blob_count=len(staged),
+        blob_count=count,
         downloaded=fetched.size - fetched.resumed_bytes if fetched is not None and fetched.attempts else 0,
         resumed=fetched.resumed_bytes if fetched is not None else 0,
         seconds=time.monotonic() - started,

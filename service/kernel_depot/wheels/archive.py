@@ -113,6 +113,7 @@ class _Entry(NamedTuple):
     crc: int
     packed: int
     size: int
+    local: bytes  # the local header as it is when it only repeats this record
 
 
 class _Directory(NamedTuple):
@@ -245,6 +246,7 @@ def _read_entries(data: Bytes, directory: _Directory, *, where: str) -> list[_En
     table = data[directory.start : directory.end]
     position = 0
     unpack = _CENTRAL.unpack_from
+    make = _Entry._make
     plain_modes: set[tuple[int, bool]] = set()
     entries: list[_Entry] = []
     for number in range(directory.records):
@@ -259,6 +261,7 @@ def _read_entries(data: Bytes, directory: _Directory, *, where: str) -> list[_En
             signature, _, _, _, flags, method, _, crc, packed, size,
             name_length, extra_length, comment_length, disk, _, attributes, header,
         ) = unpack(table, position)  # fmt: skip
+        start = position
         name_end = position + _CENTRAL.size + name_length
         raw = table[position + _CENTRAL.size : name_end]
         position = name_end + extra_length + comment_length
@@ -276,7 +279,8 @@ def _read_entries(data: Bytes, directory: _Directory, *, where: str) -> list[_En
         if mode not in plain_modes:
             _check_mode(attributes, is_directory=mode[1], where=where, name=name)
             plain_modes.add(mode)
-        entries.append(_Entry(header, name, raw, flags, method, crc, packed, size))
+        local = b"".join((_LOCAL_SIGNATURE, table[start + 6 : start + 30], b"\0\0", raw))
+        entries.append(make((header, name, raw, flags, method, crc, packed, size, local)))
     if position != len(table):
         raise ArchiveMalformed(
             "the central directory has more bytes than its records",
@@ -450,11 +454,17 @@ def _read_local_headers(
                 expected=f"before byte {max(room, 0)}",
                 found=f"byte {header}",
             )
+        limit = directory.start if following is None else entries[following].header
+        start = header + len(entry.local)
+        end = start + entry.packed
+        if end == limit and data[header:start] == entry.local and not entry.flags & _FLAG_DESCRIPTOR:
+            starts[index] = start
+            expected = end
+            continue
         signature, _, flags, method, _, crc, packed, size, name_length, extra_length = unpack(data, header)
         name_end = header + _LOCAL.size + name_length
         start = name_end + extra_length
         end = start + entry.packed
-        limit = directory.start if following is None else entries[following].header
         if (
             signature != _LOCAL_SIGNATURE
             or flags != entry.flags

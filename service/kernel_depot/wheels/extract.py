@@ -209,7 +209,7 @@ def _in_processes(job: _Extraction, forks: int, on_totals: Progress | None) -> t
                     errors.append(error)
         finally:
             for child in crew:
-                child.abandon()
+                child.close()
     if errors:
         raise min(errors, key=lambda error: not isinstance(error, WheelDigestMismatch))
     return members
@@ -414,6 +414,8 @@ class _Extraction:
     def draw(self, tickets: _Tickets, batches: Sequence[Sequence[Member]], mate: int) -> _Findings:
         """Work off the batches whose numbers this process draws; an error takes the rest from all."""
         self.meter.become(mate)
+        if mate:
+            self._digests = {}  # of what it inherited, the one it came from knows
         try:
             while (number := tickets.draw()) is not None:
                 if number == _WHOLE:
@@ -527,7 +529,7 @@ class _Extraction:
         return sha256
 
     def _check_row(self, member: Member, row: RecordRow, digest: bytes) -> None:
-        check_digest(row, digest, where=f"{self._name.filename}: {member.name!r}")
+        check_digest(row, digest, where=self._name.filename, path=member.name)
 
     def _is_kept(self, member: Member) -> bool:
         kind, _ = self._kinds.get(member.name, (None, None))

@@ -38,7 +38,7 @@ def check_names(names: Sequence[str], *, where: str) -> None:
     joined = "\n".join(names)
     plain = joined.count("\n") == len(names) - 1 and _is_plain(joined)
     for name in names:
-        if not plain or len(name) > MAX_SEGMENT:
+        if not plain or (len(name) > MAX_SEGMENT and not _is_short(name)):
             check_name(name, where=where)
     bare = [name.removesuffix("/") for name in names]
     _check_distinct(names, bare, MemberNameDuplicate, "are the same", where=where)
@@ -84,6 +84,11 @@ def check_name(name: str, *, where: str) -> None:
             )
     if len(name.encode()) > MAX_PATH:
         raise MemberPathTooLong("the member's name is too long", where=found, expected=f"{MAX_PATH} bytes")
+
+
+def _is_short(name: str) -> bool:
+    """Tell whether a plain name and its segments are no longer than they may be."""
+    return len(name) <= MAX_PATH and max(map(len, name.split("/"))) <= MAX_SEGMENT
 
 
 def _is_plain(lines: str) -> bool:

@@ -98,13 +98,13 @@ def check_listing(
         )
 
 
-def check_digest(row: RecordRow, digest: bytes, *, where: str) -> None:
-    """Compare a member's digest, made with the row's algorithm. Raise RecordHashMismatch."""
+def check_digest(row: RecordRow, digest: bytes, *, where: str, path: str) -> None:
+    """Compare the digest of the member at `path`, made with the row's algorithm. Raise RecordHashMismatch."""
     found = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
     if row.digest != found:
         raise RecordHashMismatch(
             "a member's bytes are not those that RECORD names",
-            where=where,
+            where=f"{where}: {path!r}",
             expected=f"{row.algorithm}={row.digest}",
             found=f"{row.algorithm}={found}",
         )
