@@ -269,7 +269,8 @@ def look(path, kind, sha256, content):
 told = []
 try:
     wheel = extract(Path(sys.argv[1]), staging=Path(sys.argv[2]),
-                    expect=Expectation(sys.argv[3], sys.argv[4]), limits=ArchiveLimits(max_ratio=5000), look=look, forks=int(sys.argv[5]),
+                    expect=Expectation(sys.argv[3], sys.argv[4]), limits=ArchiveLimits(max_ratio=5000),
+                    look=look, forks=int(sys.argv[5]),
                     on_progress=lambda size, members: told.append((size, members)))
 except DepotError as error:
     print(json.dumps({"slug": error.slug, "where": error.where}))
