@@ -90,27 +90,36 @@ class Toolbox:
             if not self.object.exists():
                 self._compile()
 
+    def moe(self, release: str) -> Path:
+        """Return a fused MoE module with that release's functions (moe.cpp)."""
+        path, made = self.directory / f"moe-{release}.so", self.directory / "moe.o"
+        with FileLock(self.directory / "lock"):
+            if not made.exists():
+                self._run(*self._flags(), "-c", HERE / "moe.cpp", output=made)
+            if not path.exists():
+                names = {
+                    "init": f"moe_init_{release.replace('.', '_')}",
+                    "set_deepgemm_jit_include_dirs": "moe_headers",
+                    "runners": "moe_runners",
+                }
+                links = [f"-Wl,--defsym=__tvm_ffi_{name}={symbol}" for name, symbol in names.items()]
+                self._run("-shared", "-s", made, *links, output=path)
+        return path
+
     def _compile(self) -> None:
         definitions = dict.fromkeys(signature.definition for signature in SIGNATURES)
         source = self.directory / "stand_ins.cpp"
         source.write_text(
             "\n".join(['#include "recorder.h"', "using namespace stand_in;", *definitions]), encoding="ascii"
         )
+        self._run(*self._flags(), "-c", source, output=self.object)
+
+    def _flags(self) -> list[str]:
         include = subprocess.run(
             [sys.executable, "-m", "tvm_ffi.config", "--cxxflags"], check=True, capture_output=True, text=True
         ).stdout.split()
         # Statics of inline functions would be one for all modules of a process: -fno-gnu-unique.
-        self._run(
-            "-std=c++17",
-            "-O0",
-            "-fPIC",
-            "-fno-gnu-unique",
-            *include,
-            f"-I{HERE}",
-            "-c",
-            source,
-            output=self.object,
-        )
+        return ["-std=c++17", "-O0", "-fPIC", "-fno-gnu-unique", *include, f"-I{HERE}"]
 
     def link(self, module: str, release: str) -> Path:
         """Return a module with that release's functions of one of signatures.txt's modules."""
@@ -142,6 +151,16 @@ class StandIns:
         target = self.directory / uri / f"{uri}.so"
         target.parent.mkdir(parents=True)
         shutil.copy(self._toolbox.link(module, ".".join(map(str, release))), target)
+
+    def add_moe(self, uri: str, release: Release) -> None:
+        """Put a fused MoE module there under a URI."""
+        target = self.directory / uri / f"{uri}.so"
+        target.parent.mkdir(parents=True)
+        shutil.copy(self._toolbox.moe(".".join(map(str, release))), target)
+
+    def runners(self, uri: str) -> int:
+        """Return how many runners of a fused MoE module are alive."""
+        return int(self._loaded(uri).runners(0))
 
     def runtime(self, release: Release) -> Runtime:
         """Open what is there."""

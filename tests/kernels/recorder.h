@@ -76,6 +76,18 @@ inline std::string told(bool value) { return value ? "true" : "false"; }
 inline std::string told(int64_t value) { return std::to_string(value); }
 inline std::string told(double value) { return number(value); }
 inline std::string told(const Array<int64_t>& values) { return row(values); }
+inline std::string told(DLDataType type) {
+  return "[" + std::to_string(type.code) + "," + std::to_string(type.bits) + "," + std::to_string(type.lanes) + "]";
+}
+inline std::string told(const String& text) { return "\"" + std::string(text) + "\""; }
+template <class T>
+std::string told_all(const Array<T>& values) {
+  std::string text = "[";
+  for (const auto& value : values) text += (text.size() > 1 ? "," : "") + told(value);
+  return text + "]";
+}
+inline std::string told(const Array<String>& values) { return told_all(values); }
+inline std::string told(const Array<Tensor>& values) { return told_all(values); }
 template <class T>
 std::string told(const Optional<T>& value) {
   return value.has_value() ? told(value.value()) : "null";

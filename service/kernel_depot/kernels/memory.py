@@ -73,6 +73,16 @@ class CudaRuntime:
         """Give device memory back."""
         self._call("cudaFree", ctypes.c_void_p(address))
 
+    def malloc_async(self, size: int, *, stream: int) -> int:
+        """Order an allocation of `size` bytes on a stream of the current device."""
+        address = ctypes.c_void_p()
+        self._call("cudaMallocAsync", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+        return address.value or 0
+
+    def free_async(self, address: int, *, stream: int) -> None:
+        """Give memory back once a stream gets there."""
+        self._call("cudaFreeAsync", ctypes.c_void_p(address), ctypes.c_void_p(stream))
+
     def malloc_host(self, size: int) -> int:
         """Allocate `size` bytes of pinned host memory, usable from every device."""
         address = ctypes.c_void_p()
@@ -303,20 +313,26 @@ def _release(cuda: CudaRuntime, address: int, device_id: int, pinned: bool) -> N
             cuda.free(address)
 
 
-class _DlDevice(ctypes.Structure):
+class DlDevice(ctypes.Structure):
+    """DLPack's DLDevice."""
+
     _fields_: ClassVar = [("type", ctypes.c_int32), ("id", ctypes.c_int32)]
 
 
-class _DlDtype(ctypes.Structure):
+class DlDtype(ctypes.Structure):
+    """DLPack's DLDataType."""
+
     _fields_: ClassVar = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
 
 
-class _DlTensor(ctypes.Structure):
+class DlTensor(ctypes.Structure):
+    """DLPack's DLTensor."""
+
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),
-        ("device", _DlDevice),
+        ("device", DlDevice),
         ("ndim", ctypes.c_int32),
-        ("dtype", _DlDtype),
+        ("dtype", DlDtype),
         ("shape", ctypes.c_void_p),
         ("strides", ctypes.c_void_p),
         ("byte_offset", ctypes.c_uint64),
@@ -325,7 +341,7 @@ class _DlTensor(ctypes.Structure):
 
 class _DlManagedTensor(ctypes.Structure):
     _fields_: ClassVar = [
-        ("tensor", _DlTensor),
+        ("tensor", DlTensor),
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     ]
@@ -362,11 +378,11 @@ class _View:
         numbers.from_address(block + head)[:] = [*self.shape, *strides]
         managed = _DlManagedTensor.from_address(block)
         code, bits = _DTYPES[self.dtype]
-        managed.tensor = _DlTensor(
+        managed.tensor = DlTensor(
             self.address,
-            _DlDevice(self.device.type, self.device.id),
+            DlDevice(self.device.type, self.device.id),
             rank,
-            _DlDtype(code, bits, 1),
+            DlDtype(code, bits, 1),
             block + head,
             block + head + 8 * rank,
             0,

@@ -1,7 +1,8 @@
 """A kernel function's own signature, as its TypeError spells it, against what a call would send.
 
 A call without arguments raises TypeError with the whole signature and touches no GPU (apache-tvm-ffi,
-function.h). Types are spelled in C++ terms: `DLTensor*`, `ffi.Tensor`, `Optional<...>`, `Array<int>`.
+function.h); one that an object of the module gives is spelled without a name. Types are in C++ terms:
+`DLTensor*`, `ffi.Tensor`, `Optional<...>`, `Array<int>`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 _SIGNATURE = re.compile(
-    r"(?P<name>\w+)\((?P<arguments>\d+: .*?)?\) -> (?P<result>[\w.<>*, ]+?)(?:[`'\"]|$|\n)"
+    r"(?P<name>\w*)\((?P<arguments>\d+: .*?)?\) -> (?P<result>[\w.<>*, ]+?)(?:[`'\"]|$|\n)"
 )
 _ARGUMENT = re.compile(r"\d+: (.+?)(?=, \d+: |$)")
 
