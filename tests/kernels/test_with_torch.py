@@ -16,6 +16,7 @@ from kernel_depot.kernels.batch_prefill import BatchPrefillPlan
 from kernel_depot.kernels.errors import InvalidArgument, KernelCallFailed
 from kernel_depot.kernels.memory import CPU, Device
 from kernel_depot.kernels.mla import BatchMlaPlan
+from kernel_depot.kernels.norm import fused_add_rmsnorm, rmsnorm
 from kernel_depot.kernels.tensors import alike, fingerprint
 from kernel_depot.kernels.workspaces import Workspace
 
@@ -160,3 +161,35 @@ def test_only_tensors_that_are_alike_pass(torch: Any, monkeypatch: pytest.Monkey
             assert fingerprint(*other) != fingerprint(first, second)
     assert alike(first, first)(first, first)
     assert alike(first, second.numpy()) is None
+
+
+def test_norms_repeat_and_tell_calls_apart(stand_ins: Any, torch: Any) -> None:
+    stand_ins.add("norm", "norm", (0, 6, 3))
+    runtime = stand_ins.runtime((0, 6, 3))
+
+    def half(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=torch.float16)
+
+    for _ in range(3):
+        for rows in ((4, 64), (4, 2, 64)):
+            rmsnorm(half(*rows), half(*rows), half(64), eps=1e-5, runtime=runtime)
+            rmsnorm(half(*rows), half(*rows), half(64), eps=1e-5, enable_pdl=True, runtime=runtime)
+            rmsnorm(half(*rows), half(*rows), half(64), eps=1e-3, runtime=runtime)
+        fused_add_rmsnorm(half(4, 64), half(4, 64), half(64), eps=1e-5, runtime=runtime)
+    calls = stand_ins.calls("norm")[-7:]
+    assert [(call.function, call.arguments[3], call.arguments[4]) for call in calls] == [
+        *[("rmsnorm", 1e-5, False), ("rmsnorm", 1e-5, True), ("rmsnorm", 1e-3, False)] * 2,
+        ("fused_add_rmsnorm", 1e-5, False),
+    ]
+    for out, x, weight in (
+        (half(4, 64), half(4, 64), half(32)),
+        (half(4, 64), half(4, 64).float(), half(64)),
+        (half(3, 64), half(4, 64), half(64)),
+    ):
+        with pytest.raises(InvalidArgument):
+            rmsnorm(out, x, weight, eps=1e-3, runtime=runtime)
+    assert stand_ins.calls("norm") == []
+    rmsnorm(half(4, 64), half(4, 64), half(64), eps=1e-3, runtime=runtime)
+    stand_ins.fail_next("norm", "RMSNorm failed")
+    with pytest.raises(KernelCallFailed, match="RMSNorm failed"):
+        rmsnorm(half(4, 64), half(4, 64), half(64), eps=1e-3, runtime=runtime)
