@@ -134,7 +134,10 @@ class Module:
 
     def has(self, name: str) -> bool:
         """Tell whether the module exports a function."""
-        return self._loaded.get_function(name, query_imports=False) is not None
+        try:
+            return self._loaded.get_function(name, query_imports=False) is not None
+        except AttributeError:
+            return False
 
     def _raw(self, name: str) -> Any:
         try:
