@@ -8,6 +8,7 @@ torch or modules these tests skip. `KERNEL_DEPOT_GPU_REPORT` names a JSON file f
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -16,12 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kernel_depot.kernels.memory import CUDA, CudaCallFailed, Device, cuda_runtime
 from kernel_depot.kernels.runtime import Runtime, read_release
 
 GPU = Device(CUDA, 0)
+DTYPES = {"f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,6 @@ class Meter:
         lse_limit: float = 2e-3,
     ) -> None:
         """Fail when out is not finite, or relatively further from the reference than `limit`."""
-        import numpy as np
-
         found = out.double().cpu().numpy()
         assert found.shape == reference.shape, (self.case, found.shape, reference.shape)
         bad = int((~np.isfinite(found)).sum())
@@ -127,6 +128,30 @@ class Meter:
 @pytest.fixture
 def meter(request: pytest.FixtureRequest) -> Meter:
     return Meter(request.node.name)
+
+
+class Maker:
+    """Seeded tensors on the GPU, and their exact values as float64."""
+
+    def __init__(self, torch: Any, seed: int) -> None:
+        self.torch = torch
+        self.generator = torch.Generator(device="cuda").manual_seed(seed)
+
+    def normal(self, dtype: str, *shape: int) -> Any:
+        values = self.torch.randn(*shape, device="cuda", generator=self.generator)
+        return values.to(getattr(self.torch, DTYPES[dtype]))
+
+    def poisoned(self, dtype: str, *shape: int) -> Any:
+        kind = self.torch.float32 if dtype == "f32" else getattr(self.torch, DTYPES[dtype])
+        return self.torch.full(shape, math.nan, device="cuda", dtype=kind)
+
+    def device(self, values: Any) -> Any:
+        return self.torch.from_numpy(np.ascontiguousarray(values)).cuda()
+
+
+@pytest.fixture
+def make(torch: Any) -> Maker:
+    return Maker(torch, seed=7)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

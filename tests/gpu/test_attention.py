@@ -27,7 +27,6 @@ from kernel_depot.kernels.runtime import Runtime, device_sm
 pytestmark = pytest.mark.gpu
 
 GPU = Device(CUDA, 0)
-DTYPES = {"f16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
 LIMITS = {"f16": 1e-3, "bf16": 8e-3, "e4m3": 6e-2}
 """Relative to the norm of the reference: about three units of the output's last place."""
 
@@ -87,30 +86,6 @@ def visible(rows: int, keys: int, *, causal: bool = False, window: int = -1) -> 
     if window >= 0:
         seen &= key >= at - window
     return seen
-
-
-class Maker:
-    """Seeded tensors on the GPU, and their exact values as float64."""
-
-    def __init__(self, torch: Any, seed: int) -> None:
-        self.torch = torch
-        self.generator = torch.Generator(device="cuda").manual_seed(seed)
-
-    def normal(self, dtype: str, *shape: int) -> Any:
-        values = self.torch.randn(*shape, device="cuda", generator=self.generator)
-        return values.to(getattr(self.torch, DTYPES[dtype]))
-
-    def poisoned(self, dtype: str, *shape: int) -> Any:
-        kind = self.torch.float32 if dtype == "f32" else getattr(self.torch, DTYPES[dtype])
-        return self.torch.full(shape, math.nan, device="cuda", dtype=kind)
-
-    def device(self, values: Array) -> Any:
-        return self.torch.from_numpy(np.ascontiguousarray(values)).cuda()
-
-
-@pytest.fixture
-def make(torch: Any) -> Maker:
-    return Maker(torch, seed=7)
 
 
 def exact(tensor: Any) -> Array:
@@ -218,7 +193,7 @@ class Batch:
     planned: dict[str, Any]
 
 
-def batch(make: Maker, case: Case, *, dtype_kv: str | None = None) -> Batch:
+def batch(make: Any, case: Case, *, dtype_kv: str | None = None) -> Batch:
     qo_heads, kv_heads = case.heads
     dtype_kv = dtype_kv or case.dtype
     q = make.normal(case.dtype, sum(QO_LENGTHS), qo_heads, case.dim)
@@ -240,7 +215,7 @@ def batch(make: Maker, case: Case, *, dtype_kv: str | None = None) -> Batch:
 
 
 def paged(
-    make: Maker, rows: list[Any], lengths: list[int], *, page_size: int, layout: Layout
+    make: Any, rows: list[Any], lengths: list[int], *, page_size: int, layout: Layout
 ) -> tuple[list[Any], dict[str, Any]]:
     """Scatter rows over pages in no order, garbage between them; return the caches and what to plan."""
     torch = make.torch
@@ -308,7 +283,7 @@ def expected(computed: Attention, requests: list[Any], masks: list[Array], slope
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_batch_prefill(torch: Any, runtime: Runtime, make: Maker, meter: Any, case: Case) -> None:
+def test_batch_prefill(torch: Any, runtime: Runtime, make: Any, meter: Any, case: Case) -> None:
     need(case.backend)
     computed = attention(case)
     plan = or_skip(
@@ -347,7 +322,7 @@ def test_batch_prefill(torch: Any, runtime: Runtime, make: Maker, meter: Any, ca
 
 
 @pytest.mark.parametrize("backend", [FA2, FA3])
-def test_multi_item_scoring(torch: Any, runtime: Runtime, make: Maker, meter: Any, backend: Backend) -> None:
+def test_multi_item_scoring(torch: Any, runtime: Runtime, make: Any, meter: Any, backend: Backend) -> None:
     """A prefix of 30 tokens, then items of 10 and 23, each after a delimiter and blind to one another."""
     need(backend)
     prefix, items = 30, (10, 23)
@@ -378,9 +353,7 @@ def test_multi_item_scoring(torch: Any, runtime: Runtime, make: Maker, meter: An
 
 
 @pytest.mark.parametrize("paged_keys", [False, True])
-def test_fp8_queries_and_keys(
-    torch: Any, runtime: Runtime, make: Maker, meter: Any, paged_keys: bool
-) -> None:
+def test_fp8_queries_and_keys(torch: Any, runtime: Runtime, make: Any, meter: Any, paged_keys: bool) -> None:
     need(FA3)
     case = Case("fp8", paged_keys, FA3, "e4m3", mask=CAUSAL)
     computed = attention(case, dtype_o="bf16")
@@ -412,7 +385,7 @@ def test_fp8_queries_and_keys(
 def test_single_prefill(
     torch: Any,
     runtime: Runtime,
-    make: Maker,
+    make: Any,
     meter: Any,
     dtype: str,
     mask: MaskMode,
@@ -470,7 +443,7 @@ def test_single_prefill(
 def test_single_decode(
     torch: Any,
     runtime: Runtime,
-    make: Maker,
+    make: Any,
     meter: Any,
     dtype: str,
     group: int,
@@ -527,7 +500,7 @@ DECODE_LENGTHS = [1, 16, 333, 2000]
 def test_batch_decode(
     torch: Any,
     runtime: Runtime,
-    make: Maker,
+    make: Any,
     meter: Any,
     dtype: str,
     dtype_kv: str,
@@ -569,7 +542,7 @@ def test_batch_decode(
     same_bits(torch, out, again, plan.uri)
 
 
-def test_a_captured_decode_follows_later_plans(torch: Any, runtime: Runtime, make: Maker, meter: Any) -> None:
+def test_a_captured_decode_follows_later_plans(torch: Any, runtime: Runtime, make: Any, meter: Any) -> None:
     case = Case("", True)
     plan = or_skip(lambda: BatchDecodePlan(attention(case), device=GPU, runtime=runtime))
     q = make.normal("f16", 3, 8, 128)
@@ -619,7 +592,7 @@ def test_a_captured_decode_follows_later_plans(torch: Any, runtime: Runtime, mak
 def test_batch_mla(
     torch: Any,
     runtime: Runtime,
-    make: Maker,
+    make: Any,
     meter: Any,
     rows: list[int],
     backend: Backend,
@@ -675,7 +648,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("kind", ["ragged-fa2", "ragged-fa3", "paged-fa2", "decode", "mla"])
-def test_ten_thousand_rounds_leave_memory_flat(torch: Any, runtime: Runtime, make: Maker, kind: str) -> None:
+def test_ten_thousand_rounds_leave_memory_flat(torch: Any, runtime: Runtime, make: Any, kind: str) -> None:
     need(FA3 if kind == "ragged-fa3" else FA2)
     q, out = make.normal("f16", 8, 8, 128), make.poisoned("f16", 8, 8, 128)
     if kind == "mla":
