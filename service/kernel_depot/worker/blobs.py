@@ -69,6 +69,7 @@ class Intake:
     stop: Callable[[], None]
     zstd: bool = True
     crowded: Callable[[], bool] = lambda: False
+    buffers: list[memoryview] = field(default_factory=list)  # of PIECE bytes each, used again
 
     def send(self, method: str, path: str, headers: dict[str, str], content: bytes | None = None) -> Response:
         """Send a request to the endpoint, counted."""
@@ -145,7 +146,7 @@ class _Download:
         self._zstd = zstd
         self._staged = intake.private / sha256
         self._hashing = _Hashing(
-            piece=min(PIECE, size + 1), aside=size >= HASHED_ASIDE, crowded=intake.crowded
+            intake.buffers, piece=min(PIECE, size + 1), aside=size >= HASHED_ASIDE, crowded=intake.crowded
         )
         self.offset = 0
         self.decoded = False
@@ -253,8 +254,14 @@ class _Hashing:
     That pays where a core would idle. Where there is none, a piece is hashed at once, still in the cache.
     """
 
-    def __init__(self, *, piece: int, aside: bool, crowded: Callable[[], bool]) -> None:
-        self._buffers = [memoryview(bytearray(piece)) for _ in range(4 if aside else 1)]
+    def __init__(
+        self, buffers: list[memoryview], *, piece: int, aside: bool, crowded: Callable[[], bool]
+    ) -> None:
+        """Use `buffers`, to which what is missing is added, `piece` bytes of each."""
+        count = 4 if aside else 1
+        while len(buffers) < count:
+            buffers.append(memoryview(bytearray(PIECE)))
+        self._buffers = [buffer[:piece] for buffer in buffers[:count]]
         self._pool: ThreadPoolExecutor | None = None
         self._aside = aside
         self._crowded = crowded
