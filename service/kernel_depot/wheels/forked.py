@@ -11,7 +11,6 @@ import pickle
 import select
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -33,8 +32,11 @@ class ChildDied(DepotError):
 
 
 def may_fork() -> bool:
-    """Tell whether this process has one thread, so that a child finds no lock held for ever."""
-    return sys.platform == "linux" and threading.active_count() == 1
+    """Tell whether this process has one thread, so that a child finds no lock held for ever.
+
+    Threads of libraries count too (an S3 client's), which Python knows nothing of.
+    """
+    return sys.platform == "linux" and len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
 
 
 class Forked(Generic[_Value]):
