@@ -47,6 +47,7 @@ COMMANDS: dict[str, Command] = {
         "kernel_depot.cli.build", "Compile kernel modules from a pinned source into a wheel.", "build"
     ),
     "sync": Command("kernel_depot.cli.sync", "Bring a bundle from a server into this node's cache."),
+    "cache": Command("kernel_depot.cli.cache", "List and check what this node's cache holds."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
     "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
     "smoke": Command("kernel_depot.cli.smoke", "Load and try what the synced bundle holds on this node."),
