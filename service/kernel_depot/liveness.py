@@ -6,7 +6,7 @@ namespace, the PID and the start time in clock ticks since boot (proc(5), /proc/
 
 from __future__ import annotations
 
-import secrets
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def boot_id() -> str:
 def process_name() -> str:
     """Return a new name that this process can be recognized by."""
     pid = int(Path("/proc/self").readlink().name)
-    return f"{boot_id()}.{_namespace()}.{pid}.{_start_of(pid)}.{secrets.token_hex(6)}"
+    return f"{boot_id()}.{_namespace()}.{pid}.{_start_of(pid)}.{os.urandom(6).hex()}"
 
 
 def is_dead(name: str) -> bool | None:

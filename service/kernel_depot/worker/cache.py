@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from kernel_depot import liveness
 from kernel_depot.bundle import Bundle, read_bundle
 from kernel_depot.digest import is_sha256, sha256_file
 from kernel_depot.errors import DepotError
@@ -22,8 +23,6 @@ FOREIGN_AGE: Final = 24 * 3600.0
 
 SETTLED_AGE: Final = 120.0
 """Seconds after which the kernel has begun to write back what was written (by default after 30 s)."""
-
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def storage_error(error: OSError, *, where: Path | str) -> CacheFull | CacheUnusable:
@@ -122,14 +121,8 @@ class Cache:
         """Give this use a private directory on the cache's filesystem; it is gone afterwards."""
         try:
             self.tmp.mkdir(parents=True, exist_ok=True)
-            count = 0
-            while True:
-                directory = self.tmp / f"{_owner()}-{count}"
-                try:
-                    directory.mkdir(mode=0o700)
-                    break
-                except FileExistsError:
-                    count += 1
+            directory = self.tmp / _owner()
+            directory.mkdir(mode=0o700)
         except OSError as error:
             raise storage_error(error, where=self.tmp) from error
         try:
@@ -232,7 +225,7 @@ class Cache:
 def boot_id() -> str:
     """The kernel's name for this boot (random(4)); `unknown` where it tells none."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return liveness.boot_id()
     except OSError:
         return "unknown"
 
@@ -245,32 +238,22 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _start_time(pid: int) -> str | None:
-    # Field 22 of proc(5)'s stat; the command's name, in brackets, may hold blanks.
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[19]
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink()).strip("pid:[]")
-    except OSError:
-        return "0"
-
-
 def _owner() -> str:
-    pid = os.getpid()
-    return f"{boot_id()[:8]}-{_pid_namespace()}-{pid}-{_start_time(pid) or 0}"
+    """Return a name for a private directory; where the host tells too little, one nobody can look up."""
+    try:
+        return liveness.process_name()
+    except OSError:
+        return f"unknown.0.{os.getpid()}.0.{os.urandom(6).hex()}"
 
 
 def _alive(directory: Path) -> bool:
     """Tell whether the process that owns a private directory may still write to it."""
-    parts = directory.name.split("-")
-    if len(parts) == 5 and parts[0] == boot_id()[:8] and parts[1] == _pid_namespace() and parts[2].isdigit():
-        return _start_time(int(parts[2])) == parts[3]
+    try:
+        dead = liveness.is_dead(directory.name)
+    except OSError:
+        dead = None
+    if dead is not None:
+        return not dead
     try:
         newest = max(
             (entry.lstat().st_mtime for entry in [directory, *directory.rglob("*")]),
