@@ -16,7 +16,7 @@ from kernel_depot.catalog.bundles import PinSetUnknown
 from kernel_depot.catalog.database import reading, writing
 from kernel_depot.catalog.tables import Job
 from kernel_depot.jobs.depot import Depot
-from kernel_depot.jobs.engine import EngineNotRunning, start_engine, submit_materialize
+from kernel_depot.jobs.engine import EngineNotRunning, _adopt, start_engine, submit_materialize
 from kernel_depot.pins.document import read_pin_set
 
 PinFiles = Callable[..., Any]
@@ -127,6 +127,35 @@ def test_a_job_goes_on_after_its_server_was_killed(depot: Depot, pin_files: PinF
     assert engine.executor == successor
     assert (job.state, job.problem) == ("succeeded", None)
     assert depot.store.has(pinned.digests) == pinned.digests
+
+
+def test_a_dead_servers_jobs_are_taken_up_by_one_server_at_a_time(
+    embedded: Depot, pin_files: PinFiles
+) -> None:
+    pinned = pin_files(30)
+    recorded(embedded, pinned.pins)
+    wheel = leases.acquire(embedded.engine, f"wheel:{pinned.sha256}", seconds=600)
+    adoption = leases.acquire(embedded.engine, "adoption", seconds=600)
+    assert isinstance(wheel, leases.Acquired)
+    assert isinstance(adoption, leases.Acquired)
+    arguments = json.dumps({"data_dir": str(embedded.settings.data_dir)})
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, arguments], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        job_id = child.stdout.readline().strip()
+        reached(embedded, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
+        child.kill()
+    leases.release(embedded.engine, wheel)
+    settings = embedded.settings.model_copy(update={"replica": "two", "lease_seconds": 1.0})
+    other = replace(embedded, settings=settings)
+    engine = start_engine(other)
+    try:
+        assert _adopt(other, engine.executor) == []
+        leases.release(embedded.engine, adoption)
+        assert finished(other, job_id).state == "succeeded"
+    finally:
+        engine.close()
 
 
 def test_closing_does_not_wait_for_a_job_under_way(embedded: Depot, pin_files: PinFiles) -> None:

@@ -143,11 +143,11 @@ def _config(depot: Depot, executor: str) -> DBOSConfig:
 
 
 def _watch_others(depot: Depot, executor: str, stack: ExitStack) -> None:
-    """Take up, every lease period, the workflows of executors whose lease is gone."""
+    """Take up, three times a lease period, the workflows of executors whose lease is gone."""
     done = Event()
 
     def work() -> None:
-        while not done.wait(depot.settings.lease_seconds):
+        while not done.wait(depot.settings.lease_seconds / 3):
             try:
                 _adopt(depot, executor)
             except Exception:
@@ -160,14 +160,22 @@ def _watch_others(depot: Depot, executor: str, stack: ExitStack) -> None:
 
 
 def _adopt(depot: Depot, executor: str) -> list[str]:
-    """Resume the workflows of dead executors here or wherever there is room; return their ids."""
-    pending = DBOS.list_workflows(status="PENDING")
-    others = {status.executor_id for status in pending} - {executor, None}
-    with reading(depot.engine) as session:
-        dead = {name for name in others if not leases.is_live(session, f"executor:{name}")}
-    orphans = [status.workflow_id for status in pending if status.executor_id in dead]
-    for workflow_id in orphans:
-        DBOS.resume_workflow(workflow_id)
+    """Resume the workflows of dead executors here or wherever there is room; return their ids.
+
+    One server adopts at a time: to resume what another has just resumed would start it twice.
+    """
+    seconds = depot.settings.lease_seconds
+    lease = leases.acquire(depot.engine, "adoption", seconds=seconds)
+    if not isinstance(lease, leases.Acquired):
+        return []
+    with leases.kept(depot.engine, lease, seconds=seconds):
+        pending = DBOS.list_workflows(status="PENDING")
+        others = {status.executor_id for status in pending} - {executor, None}
+        with reading(depot.engine) as session:
+            dead = {name for name in others if not leases.is_live(session, f"executor:{name}")}
+        orphans = [status.workflow_id for status in pending if status.executor_id in dead]
+        for workflow_id in orphans:
+            DBOS.resume_workflow(workflow_id)
     return orphans
 
 
