@@ -26,6 +26,7 @@ ALLOWED = {
     "worker": VALUES,
     "kernels": VALUES | {"worker"},
     "smoke": VALUES | {"worker", "kernels"},
+    "opponent": VALUES | {"worker", "kernels"},
 }
 
 
@@ -70,7 +71,7 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("room", ["worker", "kernels", "smoke"])
+@pytest.mark.parametrize("room", ["worker", "kernels", "smoke", "opponent"])
 def test_the_worker_imports_no_server_library(room: str) -> None:
     for path in modules(room):
         used = {name.split(".")[0] for name in imported(path)} & SERVER_LIBRARIES

@@ -89,8 +89,16 @@ class MissingWheel:
 
 
 @dataclass(frozen=True, slots=True)
+class BundleGroup:
+    """A module group that was asked for by name, and the kernel modules it stands for."""
+
+    name: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Bundle:
-    """The manifest. `modules` is the selection asked for, None for all."""
+    """The manifest. `modules` is the selection asked for, None for all; `groups` were asked for by name."""
 
     pin_sets: tuple[PinSetRef, ...]
     platform: Platform
@@ -98,6 +106,7 @@ class Bundle:
     artifacts: tuple[BundleArtifact, ...]
     missing: tuple[MissingWheel, ...] = ()
     modules: tuple[str, ...] | None = None
+    groups: tuple[BundleGroup, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -116,6 +125,7 @@ class Bundle:
             "pin_sets": [{"name": ref.name, "revision": ref.revision} for ref in self.pin_sets],
             "platform": self.platform.to_json(),
             "modules": list(self.modules) if self.modules is not None else None,
+            "groups": [{"name": group.name, "modules": list(group.modules)} for group in self.groups],
             "wheels": [
                 {
                     "project": wheel.project,
@@ -182,6 +192,9 @@ def read_bundle(data: bytes, *, digest: str, where: str) -> Bundle:
             pin_sets=tuple(PinSetRef(**ref) for ref in members["pin_sets"]),
             platform=Platform.from_json(members["platform"]),
             modules=tuple(members["modules"]) if members["modules"] is not None else None,
+            groups=tuple(
+                BundleGroup(group["name"], tuple(group["modules"])) for group in members.get("groups", ())
+            ),
             wheels=tuple(BundleWheel(**wheel) for wheel in members["wheels"]),
             artifacts=tuple(_artifact(item) for item in members["artifacts"]),
             missing=tuple(MissingWheel(**wheel) for wheel in members["missing"]),

@@ -15,7 +15,7 @@ from kernel_depot.api.caching import PreconditionFailed, not_modified
 from kernel_depot.api.context import DepotDependency
 from kernel_depot.api.parameters import ArchText, CudaText, SmText, names, platform_of
 from kernel_depot.api.problems import ParameterUnknown, RequestInvalid, documented
-from kernel_depot.catalog.bundles import ModuleUnknown, PinSetUnknown, resolve_bundle
+from kernel_depot.catalog.bundles import GroupUnknown, ModuleUnknown, PinSetUnknown, resolve_bundle
 from kernel_depot.catalog.database import reading
 from kernel_depot.pins.resolve import NothingFits, PinsConflict
 from kernel_depot.platform import PlatformError
@@ -78,6 +78,7 @@ router = APIRouter(prefix="/v1", tags=["bundles"])
             ScopeInsufficient,
             NothingFits,
             ModuleUnknown,
+            GroupUnknown,
             PinSetUnknown,
             PinsConflict,
             PreconditionFailed,
@@ -99,6 +100,10 @@ def resolve(
             examples=[["norm,page"]],
         ),
     ] = None,
+    group: Annotated[
+        list[str] | None,
+        Query(description="Also the kernel modules of these groups.", examples=[["opponent"]]),
+    ] = None,
     pins: Annotated[
         list[str] | None,
         Query(description="Only these pin sets; all that fit otherwise.", examples=[["flashinfer-0.6.3"]]),
@@ -117,6 +122,7 @@ def resolve(
             platform=platform,
             pin_sets=names(pins),
             modules=None if wanted in (None, ["all"]) else wanted,
+            groups=names(group) or (),
         )
     headers = {"etag": f'"{found.digest}"', "cache-control": "no-cache"}
     if not_modified(request.headers, headers["etag"]):

@@ -16,6 +16,7 @@ from kernel_depot.bundle import (
     ArtifactKind,
     Bundle,
     BundleArtifact,
+    BundleGroup,
     BundleWheel,
     MissingWheel,
     PinSetRef,
@@ -25,6 +26,7 @@ from kernel_depot.catalog.database import writing
 from kernel_depot.catalog.errors import CatalogError
 from kernel_depot.catalog.tables import BundleAnswer, BundleRow, Inspection, Member, Wheel
 from kernel_depot.digest import sha256_bytes
+from kernel_depot.pins.groups import ModuleGroup, withheld
 from kernel_depot.pins.pin import Pin, PinSet
 from kernel_depot.pins.resolve import Resolution, TraceLine, resolve
 from kernel_depot.platform import Platform
@@ -45,6 +47,14 @@ class PinSetUnknown(CatalogError):
 
     slug = "pin-set-unknown"
     title = "No such pin set"
+    status = 404
+
+
+class GroupUnknown(CatalogError):
+    """A module group that none of the resolved pin sets has."""
+
+    slug = "module-group-unknown"
+    title = "No such module group"
     status = 404
 
 
@@ -71,12 +81,15 @@ def resolve_bundle(
     platform: Platform,
     pin_sets: Sequence[str] | None = None,
     modules: Sequence[str] | None = None,
+    groups: Sequence[str] = (),
 ) -> ResolvedBundle:
     """Return the bundle for a platform, from all pin sets or those named; `modules` None takes everything.
 
     With `modules` the bundle holds these kernel modules, libtvm_ffi.so, and the metadata of the wheels they
-    come from. A new bundle is recorded in a transaction of its own, so `session` must be one that reads.
-    Raise PinSetUnknown, ModuleUnknown, and NothingFits or PinsConflict of `pins.resolve`.
+    come from. `groups` adds the modules of groups by name; without it, modules that only groups hold stay
+    out, unless `modules` names them. A new bundle is recorded in a transaction of its own, so `session` must
+    be one that reads.
+    Raise PinSetUnknown, ModuleUnknown, GroupUnknown, and NothingFits or PinsConflict of `pins.resolve`.
     """
     sets = known_pin_sets(session, pin_sets)
     resolution = resolve(sets, platform)
@@ -85,14 +98,17 @@ def resolve_bundle(
     missing = _missing(session, [pin for pin in pins if pin.sha256 not in wheels])
     wanted = tuple(sorted(set(modules))) if modules is not None else None
     refs = _refs(sets, resolution)
-    question = _question(refs, platform, wanted, pins, missing)
+    defined = _groups(sets, refs)
+    asked = tuple(sorted(set(groups)))
+    _check_groups(defined, asked)
+    question = _question(refs, platform, wanted, asked, pins, missing)
     answer = session.exec(
         select(BundleRow)
         .join(BundleAnswer, col(BundleAnswer.bundle) == col(BundleRow.digest))
         .where(BundleAnswer.question == question)
     ).one_or_none()
     if answer is None:
-        bundle = _assemble(session, refs, platform, wanted, pins, wheels, missing)
+        bundle = _assemble(session, refs, platform, wanted, defined, asked, pins, wheels, missing)
         answer = _keep(session, question, bundle)
     return ResolvedBundle(
         digest=answer.digest,
@@ -129,6 +145,47 @@ def _refs(sets: Sequence[PinSet], resolution: Resolution) -> tuple[PinSetRef, ..
     )
 
 
+def _groups(sets: Sequence[PinSet], refs: Sequence[PinSetRef]) -> tuple[ModuleGroup, ...]:
+    """Return the groups of the pin sets that were used."""
+    used = {ref.name for ref in refs}
+    return tuple(group for pin_set in sets if pin_set.name in used for group in pin_set.groups)
+
+
+def _check_groups(defined: Sequence[ModuleGroup], asked: Sequence[str]) -> None:
+    known = sorted({group.name for group in defined})
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise GroupUnknown(
+            f"no pin set that fits has the module group {', '.join(map(repr, unknown))}",
+            where="group",
+            expected=f"one of {', '.join(known)}" if known else "no group: none is defined",
+            found=", ".join(unknown),
+            remedy="define it in the pin set: a table [groups.NAME] with `modules`",
+        )
+
+
+def _asked_groups(
+    defined: Sequence[ModuleGroup],
+    asked: Sequence[str],
+    artifacts: Sequence[BundleArtifact],
+    missing: Sequence[MissingWheel],
+) -> tuple[BundleGroup, ...]:
+    """Return the groups asked for, with those of their modules that the wheels for this platform have.
+
+    Sets that define a group of the same name give it together. Raise ModuleUnknown when nothing is left of
+    one, unless a wheel that is missing could have its modules.
+    """
+    modules: dict[str, set[str]] = {name: set() for name in asked}
+    for group in defined:
+        if group.name in modules:
+            modules[group.name].update(group.modules)
+    there = {artifact.module for artifact in artifacts}
+    for listed in modules.values():
+        if not listed & there:
+            _check_modules(artifacts, sorted(listed), missing)
+    return tuple(BundleGroup(name, tuple(sorted(modules[name] & there))) for name in asked)
+
+
 def _missing(session: Session, pins: Sequence[Pin]) -> tuple[MissingWheel, ...]:
     failures = {row.sha256: row.problem for row in queries.failures(session, {pin.sha256 for pin in pins})}
     found = {
@@ -147,6 +204,7 @@ def _question(
     refs: Sequence[PinSetRef],
     platform: Platform,
     modules: tuple[str, ...] | None,
+    groups: tuple[str, ...],
     pins: Sequence[Pin],
     missing: Sequence[MissingWheel],
 ) -> str:
@@ -155,6 +213,7 @@ def _question(
         "pin_sets": [[ref.name, ref.revision] for ref in refs],
         "platform": platform.to_json(),
         "modules": list(modules) if modules is not None else None,
+        "groups": list(groups),
         "wheels": sorted(pin.sha256 for pin in pins),
         "missing": [[wheel.sha256, wheel.reason] for wheel in missing],
     }
@@ -166,20 +225,28 @@ def _assemble(
     refs: tuple[PinSetRef, ...],
     platform: Platform,
     modules: tuple[str, ...] | None,
+    defined: tuple[ModuleGroup, ...],
+    asked: tuple[str, ...],
     pins: Sequence[Pin],
     wheels: dict[str, Wheel],
     missing: tuple[MissingWheel, ...],
 ) -> Bundle:
     artifacts = _artifacts(session, list(wheels))
+    groups = _asked_groups(defined, asked, artifacts, missing)
+    grouped = {module for group in groups for module in group.modules}
     if modules is not None:
         _check_modules(artifacts, modules, missing)
-        artifacts = _select(artifacts, set(modules))
+        artifacts = _select(artifacts, set(modules) | grouped)
+    else:
+        kept = withheld(defined, asked)
+        artifacts = [artifact for artifact in artifacts if artifact.module not in kept]
     used = {artifact.wheel for artifact in artifacts}
     by_digest = {pin.sha256: pin for pin in pins}
     return Bundle(
         pin_sets=refs,
         platform=platform,
         modules=modules,
+        groups=groups,
         wheels=tuple(
             BundleWheel(
                 project=wheel.project,

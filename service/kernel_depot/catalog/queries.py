@@ -24,6 +24,7 @@ from kernel_depot.catalog.tables import (
     Wheel,
     WheelFailure,
 )
+from kernel_depot.pins.groups import ModuleGroup
 from kernel_depot.platform import Arch, CudaTag, Sm
 
 _CHUNK = 5000  # parameters a statement; SQLite takes 32,766, PostgreSQL 65,535
@@ -91,6 +92,7 @@ def pin_set_revision(session: Session, digest: str) -> pins.PinSet | None:
         pins=tuple(_pin(row) for row in rows),
         text=revision.text,
         origin=revision.origin,
+        groups=tuple(ModuleGroup.from_json(group) for group in revision.groups),
     )
 
 
@@ -114,6 +116,7 @@ def current_pin_sets(session: Session, names: Sequence[str] | None = None) -> li
             pins=tuple(by_revision.get(revision.digest, ())),
             text=revision.text,
             origin=revision.origin,
+            groups=tuple(ModuleGroup.from_json(group) for group in revision.groups),
         )
         for revision in revisions
     ]

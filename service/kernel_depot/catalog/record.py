@@ -67,6 +67,7 @@ def record_pin_set(session: Session, pin_set: pins.PinSet) -> bool:
                 name=pin_set.name,
                 text=pin_set.text,
                 origin=pin_set.origin,
+                groups=[group.to_json() for group in pin_set.groups],
                 created_at=moment,
             )
         )

@@ -52,6 +52,9 @@ class PinSetRevision(SQLModel, table=True):
     name: str = Field(index=True)
     text: str = Field(sa_column=Column(Text, nullable=False))
     origin: str  # the file or the caller it came from
+    groups: list[dict[str, Any]] = Field(
+        default_factory=list, sa_column=Column(JSON, nullable=False, server_default="[]")
+    )
     created_at: datetime = _moment()
 
 

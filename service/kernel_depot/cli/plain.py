@@ -63,6 +63,7 @@ PLAIN: dict[str, Plain] = {
             "--arch": Value("arch"),
             "--sm": Value("sm"),
             "--modules": Value("modules"),
+            "--group": Values("groups"),
             "--pins": Values("pins"),
             "--cache": Value("cache", "KERNEL_DEPOT_CACHE"),
             "--views": Value("views"),

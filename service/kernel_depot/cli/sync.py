@@ -36,6 +36,9 @@ def sync(
     arch: Annotated[str, typer.Option(help="CPU architecture, or auto.")] = "auto",
     sm: Annotated[str, typer.Option(help="GPU architecture: sm90a, none, or auto.")] = "auto",
     modules: Annotated[str, typer.Option(help="Comma-separated module names, or all.")] = "all",
+    groups: Annotated[
+        list[str] | None, typer.Option("--group", help="Also a module group, as opponent; may be repeated.")
+    ] = None,
     pins: Annotated[list[str] | None, typer.Option(help="Take this pin set only; may be repeated.")] = None,
     cache: CacheOption = None,
     views: Annotated[
@@ -69,6 +72,7 @@ def sync(
         arch=arch,
         sm=sm,
         modules=modules,
+        groups=groups or (),
         pins=pins or (),
         cache=cache,
         views=views,

@@ -24,6 +24,7 @@ def run_sync(
     arch: str = "auto",
     sm: str = "auto",
     modules: str = "all",
+    groups: Sequence[str] = (),
     pins: Sequence[str] = (),
     cache: Path | str | None = None,
     views: str | None = None,
@@ -45,6 +46,7 @@ def run_sync(
 
     request = SyncRequest(
         modules=None if modules == "all" else _words(modules),
+        groups=tuple(groups),
         pins=tuple(pins),
         views=tuple(View.parse(word) for word in _words(views)) if views is not None else (),
         with_wheels=with_wheels,

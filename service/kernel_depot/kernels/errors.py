@@ -54,6 +54,14 @@ class ModuleMissing(KernelError):
         self.uri = uri
 
 
+class GroupMissing(KernelError):
+    """A module group that this node's bundle does not carry."""
+
+    slug = "module-group-missing"
+    title = "The bundle lacks a module group"
+    status = 409
+
+
 class NoCodeForGpu(KernelError):
     """A module without machine code or PTX for this GPU."""
 

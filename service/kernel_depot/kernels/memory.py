@@ -171,6 +171,10 @@ class CudaRuntime:
         """Block this thread until the event's mark is reached."""
         self._call("cudaEventSynchronize", ctypes.c_void_p(event))
 
+    def stream_waits(self, stream: int, event: int) -> None:
+        """Order a stream behind an event's mark; return at once."""
+        self._call("cudaStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+
     def destroy_event(self, event: int) -> None:
         """Give an event back."""
         self._call("cudaEventDestroy", ctypes.c_void_p(event))
@@ -295,6 +299,11 @@ class Event:
         """Mark this place in a stream of the event's device."""
         with self._cuda.on_device(self._device.id):
             self._cuda.record(self._event, stream=stream)
+
+    def hold(self, stream: int) -> None:
+        """Order a stream behind the mark; return at once."""
+        with self._cuda.on_device(self._device.id):
+            self._cuda.stream_waits(stream, self._event)
 
     def reached(self) -> bool:
         """Tell whether what was before the mark is done; so it is before the first mark."""

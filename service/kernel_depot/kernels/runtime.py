@@ -20,6 +20,7 @@ from typing import Any, Final
 from kernel_depot.bundle import ArtifactKind, Bundle
 from kernel_depot.kernels.errors import (
     FunctionMissing,
+    GroupMissing,
     KernelCallFailed,
     KernelError,
     ModuleMissing,
@@ -162,10 +163,13 @@ class Runtime:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, cache: Path | None = None, *, bundle: str | None = None) -> Runtime:
+    def open(
+        cls, cache: Path | None = None, *, bundle: str | None = None, group: str | None = None
+    ) -> Runtime:
         """Open the modules of a node's current bundle, or of the one whose digest is given.
 
-        `cache` defaults to the node's usual place. Raise CacheEmpty, RuntimeIncompatible.
+        `cache` defaults to the node's usual place. With `group` only the modules that the bundle carries for
+        this group are opened. Raise CacheEmpty, GroupMissing, RuntimeIncompatible.
         """
         held = Cache(cache if cache is not None else default_cache())
         digest = bundle or held.current_digest()
@@ -177,13 +181,16 @@ class Runtime:
                 expected=bundle,
                 remedy="run kernel-depot sync first",
             )
+        wanted = None if group is None else _group_modules(manifest, group, where=f"{held.root}, {digest}")
         _require_tvm_ffi(_pinned(manifest, TVM_FFI), where=str(held.root))
         files = {
             artifact.module: KernelFile(
                 artifact.module, held.blob_path(artifact.sha256), artifact.sms, artifact.ptx, artifact.sha256
             )
             for artifact in manifest.artifacts
-            if artifact.kind is ArtifactKind.MODULE and artifact.module is not None
+            if artifact.kind is ArtifactKind.MODULE
+            and artifact.module is not None
+            and (wanted is None or artifact.module in wanted)
         }
         version = _pinned(manifest, JIT_CACHE)
         return cls(files, release=read_release(version or "0"), where=f"{held.root}, bundle {digest}")
@@ -259,6 +266,19 @@ def device_sm(device: Device) -> Sm | None:
         return None
     major, minor = cuda_runtime().capability(device.id)
     return Sm(major, minor)
+
+
+def _group_modules(bundle: Bundle, name: str, *, where: str) -> frozenset[str]:
+    for group in bundle.groups:
+        if group.name == name:
+            return frozenset(group.modules)
+    raise GroupMissing(
+        f"this node's bundle does not carry the module group {name}",
+        where=where,
+        expected=name,
+        found=", ".join(group.name for group in bundle.groups) or "no group",
+        remedy=f"sync it: kernel-depot sync --group {name}",
+    )
 
 
 def _pinned(bundle: Bundle, project: str) -> str | None:

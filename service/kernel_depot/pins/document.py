@@ -14,7 +14,9 @@ from urllib.parse import unquote, urlsplit
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from kernel_depot.digest import is_sha256
+from kernel_depot.pins import groups
 from kernel_depot.pins.consistency import Place, Placed, Slot, set_problems
+from kernel_depot.pins.groups import ModuleGroup
 from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, UrlOrigin, project_word
 from kernel_depot.pins.positions import KeyPath, line_of, positions
 from kernel_depot.pins.problem import PinProblem, PinSetInvalid, PinSetUnreadable, Severity
@@ -69,7 +71,8 @@ def pin_set_from_json(document: object, *, name: str, origin: str, allow_file_ur
     if any(problem.severity is Severity.ERROR for problem in problems):
         raise PinSetInvalid(problems, origin=origin)
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    return PinSet(name=name, pins=tuple(item.pin for item in placed), text=text, origin=origin)
+    pins = tuple(item.pin for item in placed)
+    return PinSet(name=name, pins=pins, text=text, origin=origin, groups=reader.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ def examine_text(
     pin_set = None
     if not any(problem.severity is Severity.ERROR for problem in problems):
         pins = tuple(item.pin for item in placed)
-        pin_set = PinSet(name=name, pins=pins, text=text, origin=origin)
+        pin_set = PinSet(name=name, pins=pins, text=text, origin=origin, groups=reader.groups)
     return Examined(pin_set, tuple(placed), tuple(problems))
 
 
@@ -147,6 +150,7 @@ class _Reader:
     allow_file_urls: bool
     problems: list[PinProblem] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
+    groups: tuple[ModuleGroup, ...] = ()
 
     def note(self, path: KeyPath, code: str, message: str) -> None:
         depth = 4 if len(path) > 3 and isinstance(path[3], int) else 3
@@ -155,6 +159,11 @@ class _Reader:
         self.problems.append(PinProblem(self.origin, table, line, code, message))
 
     def read(self, document: Document) -> list[Placed]:
+        if groups.TABLE in document:
+            self.groups, faults = groups.read_groups(document[groups.TABLE])
+            for fault in faults:
+                self.note((groups.TABLE, *fault.path), fault.code, fault.message)
+            document = {key: value for key, value in document.items() if key != groups.TABLE}
         if not document:
             self.note((), "empty", "the pin set has no pins")
         placed: list[Placed] = []

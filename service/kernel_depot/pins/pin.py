@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import rfc8785
 
 from kernel_depot.digest import sha256_bytes
+from kernel_depot.pins.groups import ModuleGroup
 from kernel_depot.platform import Arch, CudaTag, Sm
 
 
@@ -86,9 +88,16 @@ class PinSet:
     pins: tuple[Pin, ...]
     text: str
     origin: str
+    groups: tuple[ModuleGroup, ...] = ()
 
     @cached_property
     def digest(self) -> str:
-        """The revision's name: SHA-256 of the canonical JSON of name and pins, free of comments and order."""
+        """The revision's name: SHA-256 of the canonical JSON of its name, pins and groups, if it has any.
+
+        Comments and order do not matter.
+        """
         pins = sorted((pin.to_json() for pin in self.pins), key=lambda members: rfc8785.dumps(members))
-        return sha256_bytes(rfc8785.dumps({"name": self.name, "pins": pins}))
+        members: dict[str, Any] = {"name": self.name, "pins": pins}
+        if self.groups:
+            members["groups"] = [group.to_json() for group in self.groups]
+        return sha256_bytes(rfc8785.dumps(members))

@@ -80,12 +80,13 @@ class Client:
         platform: Platform,
         *,
         modules: tuple[str, ...] | None = None,
+        groups: tuple[str, ...] = (),
         pins: tuple[str, ...] = (),
         known: str | None = None,
     ) -> Resolution:
         """Ask which bundle the platform gets; `known` is the digest the node already has.
 
-        Raise ServerRefused (nothing fits, unknown module, no permission), ServerUnreachable.
+        Raise ServerRefused (nothing fits, unknown module or group, no permission), ServerUnreachable.
         """
         url = self.endpoint.address(
             "/v1/resolve",
@@ -93,6 +94,7 @@ class Client:
             arch=str(platform.arch),
             sm=str(platform.sm) if platform.sm else None,
             modules=",".join(modules) if modules is not None else None,
+            group=",".join(groups) or None,
             pins=",".join(pins) or None,
         )
         headers = {"Accept": "application/json"}

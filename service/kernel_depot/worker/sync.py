@@ -33,6 +33,7 @@ class SyncRequest:
 
     platform: Platform | None = None
     modules: tuple[str, ...] | None = None
+    groups: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     views: tuple[View, ...] = DEFAULT_VIEWS
     with_wheels: bool = False
@@ -115,6 +116,7 @@ def sync(
         answer = client.resolve(
             platform,
             modules=request.modules,
+            groups=request.groups,
             pins=request.pins,
             known=known if bundle is not None else None,
         )
@@ -185,6 +187,14 @@ def sync_offline(request: SyncRequest, *, platform: Platform | None, cache: Cach
             expected=str(platform),
             found=str(bundle.platform),
             remedy="sync with --server",
+        )
+    absent_groups = set(request.groups) - {group.name for group in bundle.groups}
+    if absent_groups:
+        raise CacheDamaged(
+            "the current bundle lacks module groups that were asked for",
+            where=str(cache.root),
+            found=", ".join(sorted(absent_groups)),
+            remedy="sync without --offline",
         )
     absent_modules = set(request.modules or ()) - {artifact.module for artifact in bundle.artifacts}
     if absent_modules:
