@@ -34,15 +34,20 @@ Call = Callable[[], object]
 Pair = tuple[str, Call, Call]
 
 
-def norm(runtime: Runtime, torch: Any, device: Device) -> Pair:
-    """Return the bare and the typed RMSNorm of 8 rows."""
+def bare_module(runtime: Runtime, uri: str) -> Any:
+    """Load a module as apache-tvm-ffi does, from a blob whose name has no suffix."""
     import tvm_ffi
 
+    return tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(str(runtime.files[uri].path), "so")
+
+
+def norm(runtime: Runtime, torch: Any, device: Device) -> Pair:
+    """Return the bare and the typed RMSNorm of 8 rows."""
     place = "cuda" if device.is_cuda else "cpu"
     x = torch.zeros(8, 4096, dtype=torch.float16, device=place)
     out, weight = torch.empty_like(x), torch.ones(4096, dtype=torch.float16, device=place)
     rmsnorm(out, x, weight, runtime=runtime)
-    bare = tvm_ffi.load_module(str(runtime.files["norm"].path)).rmsnorm
+    bare = bare_module(runtime, "norm").rmsnorm
     return (
         "rmsnorm",
         lambda: bare(out, x, weight, 1e-6, False),
@@ -52,8 +57,6 @@ def norm(runtime: Runtime, torch: Any, device: Device) -> Pair:
 
 def ragged(runtime: Runtime, torch: Any, device: Device) -> Pair:
     """Return the bare and the typed run of a ragged prefill, 4 requests of 8 queries and 64 keys."""
-    import tvm_ffi
-
     place = "cuda" if device.is_cuda else "cpu"
     attention = Attention(
         num_qo_heads=8, num_kv_heads=2, head_dim_qk=128, head_dim_vo=128, dtype_q="f16", dtype_kv="f16",
@@ -67,7 +70,7 @@ def ragged(runtime: Runtime, torch: Any, device: Device) -> Pair:
     out = torch.empty_like(q)
     plan.run(q, k, v, out)
 
-    module = tvm_ffi.load_module(str(runtime.files[plan.uri].path))
+    module = bare_module(runtime, plan.uri)
     room = {"dtype": torch.uint8}
     scratch = torch.empty(128 << 20, device=place, **room)
     plans = torch.empty(8 << 20, device=place, **room)

@@ -59,6 +59,14 @@ def test_a_directory_holds_modules_by_their_own_name_alone(stand_ins: Any) -> No
     assert list(stand_ins.runtime((0, 6, 3)).files) == ["norm"]
 
 
+def test_a_module_is_loaded_from_a_blob_whose_name_has_no_suffix(stand_ins: Any, tmp_path: Path) -> None:
+    stand_ins.add("norm", "norm", (0, 6, 3))
+    blob = tmp_path / ("0" * 64)
+    shutil.copy(stand_ins.directory / "norm/norm.so", blob)
+    runtime = Runtime({"norm": KernelFile("norm", blob)}, release=(0, 6, 3), where="here")
+    assert runtime.module("norm").function("rmsnorm", RMSNORM).name == "norm.rmsnorm"
+
+
 def test_a_module_is_loaded_once_when_it_is_first_asked_for(
     stand_ins: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

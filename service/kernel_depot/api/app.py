@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI
 
 from kernel_depot.api import (
     artifacts,
+    benchmarks,
     blobs,
     bundles,
     health,
@@ -41,6 +42,7 @@ _TAGS = [
     {"name": "artifacts", "description": "What the wheels hold, with what was read out of each file."},
     {"name": "pins", "description": "The pin sets, and their revisions."},
     {"name": "jobs", "description": "Bringing pinned wheels into the store."},
+    {"name": "benchmarks", "description": "What nodes measured against the opponent."},
     {"name": "health", "description": "For orchestrators and monitoring; no token needed."},
 ]
 
@@ -75,7 +77,19 @@ def create_app(depot: Depot) -> FastAPI:
     app.state.depot = depot
     app.state.instruments = metrics.Instruments(depot.engine)
     problems.install(app)
-    for room in (resolve, bundles, blobs, stream, artifacts, modules, pins, jobs, health, metrics):
+    for room in (
+        resolve,
+        bundles,
+        blobs,
+        stream,
+        artifacts,
+        modules,
+        pins,
+        jobs,
+        benchmarks,
+        health,
+        metrics,
+    ):
         app.include_router(room.router)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit)

@@ -230,3 +230,16 @@ class Job(SQLModel, table=True):
     created_at: datetime = _moment()
     updated_at: datetime = _moment()
     finished_at: datetime | None = _moment(nullable=True)
+
+
+class Benchmark(SQLModel, table=True):
+    """A benchmark report that a node posted, under the SHA-256 of its canonical JSON."""
+
+    __tablename__ = "benchmark"
+
+    digest: str = Field(primary_key=True, max_length=64)
+    benchmark: str = Field(index=True)
+    gpu: str
+    report: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    posted_by: str
+    posted_at: datetime = _moment(index=True)

@@ -50,6 +50,9 @@ COMMANDS: dict[str, Command] = {
     "cache": Command("kernel_depot.cli.cache", "List and check what this node's cache holds."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
     "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
+    "bench": Command(
+        "kernel_depot.cli.bench", "Measure other kernels against the opponent, which the node must have."
+    ),
     "smoke": Command("kernel_depot.cli.smoke", "Load and try what the synced bundle holds on this node."),
 }
 

@@ -318,13 +318,20 @@ def _require_code(file: KernelFile, device: Device) -> None:
         raise NoCodeForGpu(file.uri, where=str(file.path), sm=str(sm), sms=file.sms, ptx=file.ptx)
 
 
+_kept: Final[list[Any]] = []
+"""Every module that was loaded, also by runtimes that are gone."""
+
+
 def _load(file: KernelFile) -> Any:
     """Load a module; libraries of NVIDIA's that the loader does not find are looked for beside Python."""
     import tvm_ffi
 
     for _ in range(_MOST_LIBRARIES):
         try:
-            return tvm_ffi.load_module(os.fspath(file.path))
+            # load_module goes by a file's suffix, and a blob's name has none.
+            loaded = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")(os.fspath(file.path), "so")
+            _kept.append(loaded)
+            return loaded
         except RuntimeError as error:
             absent = _ABSENT.search(str(error))
             if absent is None or not _find_library(absent["name"]):

@@ -58,6 +58,14 @@ class BenchmarkImpossible(OpponentError):
     title = "The benchmark cannot run here"
 
 
+class ReportRefused(OpponentError):
+    """A server that did not take a benchmark report, or did not give one."""
+
+    slug = "benchmark-report-refused"
+    title = "The server refused the benchmark report"
+    status = 502
+
+
 class ReportInvalid(OpponentError):
     """A benchmark report that cannot be read."""
 

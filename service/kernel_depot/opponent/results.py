@@ -1,0 +1,134 @@
+"""A benchmark's results: rows that say who produced each number, as JSON, as a table, and against another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kernel_depot.opponent.duel import Outcome
+from kernel_depot.opponent.errors import ReportInvalid
+from kernel_depot.opponent.shapes import Shape
+
+SCHEMA: Final = 1
+Row = dict[str, Any]
+
+
+def row_of(shape: Shape, opponent: Outcome, challenger: Outcome, clocks: list[int], ceiling: float) -> Row:
+    """Return one shape's row. `ratio` is the challenger's time over the opponent's: above 1 it is slower."""
+    sides = {
+        "opponent": _side(shape, opponent, ceiling),
+        "challenger": _side(shape, challenger, ceiling),
+    }
+    ratio = None
+    if opponent.timing is not None and challenger.timing is not None:
+        ratio = challenger.timing.median / opponent.timing.median
+    seen = [min(clocks), max(clocks)] if clocks else None
+    return {"shape": shape.to_json(), **sides, "ratio": ratio, "sm_clock_mhz": seen}
+
+
+def report_of(rows: Sequence[Row], machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole report."""
+    return {"schema": SCHEMA, "benchmark": "ragged-prefill", "machine": machine, "rows": list(rows)}
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read what `bench --json` wrote. Raise ReportInvalid."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        good = report["schema"] == SCHEMA and all("shape" in row for row in report["rows"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReportInvalid(f"{path.name} is no benchmark report: {error}", where=str(path)) from error
+    if not good:
+        raise ReportInvalid(f"{path.name} is no report of this schema", where=str(path), expected=SCHEMA)
+    found: dict[str, Any] = report
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Return the report as a Markdown table; times in milliseconds, medians with quartile distances."""
+    machine = report["machine"]
+    lines = [
+        f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}; bf16 matmul ceiling "
+        f"{machine['matmul_tflops']:.0f} TFLOP/s. `ratio` is the challenger's time over the opponent's.",
+        "",
+        "| batch | rows | hd | heads | mask | opponent ms | TFLOP/s | of ceiling | error | challenger ms "
+        "| TFLOP/s | error | ratio |",
+        "|---" * 13 + "|",
+    ]
+    for row in report["rows"]:
+        shape, a, b = row["shape"], row["opponent"], row["challenger"]
+        mask = "causal" if shape["causal"] else "full"
+        heads = f"{shape['num_qo_heads']}/{shape['num_kv_heads']}"
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] is not None else "-"
+        lines.append(
+            f"| {shape['batch']} | {shape['rows']} | {shape['head_dim']} | {heads} | {mask} | {_time(a)} "
+            f"| {_number(a['tflops'])} | {_share(a['of_ceiling'])} | {_error(a)} | {_time(b)} "
+            f"| {_number(b['tflops'])} | {_error(b)} | {ratio} |"
+        )
+    names = {(row["opponent"]["name"], row["challenger"]["name"]) for row in report["rows"]}
+    lines += ["", *(f"Opponent: {a}. Challenger: {b}." for a, b in sorted(names))]
+    return "\n".join(lines) + "\n"
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Say for each shape and side that both reports timed how it changed; inside the spread it did not."""
+    known = {json.dumps(row["shape"], sort_keys=True): row for row in before["rows"]}
+    lines = []
+    for row in after["rows"]:
+        shape = Shape(**row["shape"])
+        for side in _SIDES:
+            other = known.get(json.dumps(row["shape"], sort_keys=True))
+            old = other[side] if other is not None else None
+            new = row[side]
+            if old is None or old["median_ms"] is None or new["median_ms"] is None:
+                continue
+            if old["name"] != new["name"]:
+                lines.append(f"{shape}: not compared: {old['name']} is not {new['name']}")
+                continue
+            change = new["median_ms"] / old["median_ms"]
+            inside = abs(new["median_ms"] - old["median_ms"]) <= max(new["spread_ms"], old["spread_ms"])
+            verdict = "no difference" if inside else f"{'slower' if change > 1 else 'faster'}, x{change:.3f}"
+            lines.append(f"{shape}: {new['name']}: {verdict}")
+    return lines
+
+
+_SIDES: Final = ("opponent", "challenger")
+
+
+def _side(shape: Shape, outcome: Outcome, ceiling: float) -> dict[str, Any]:
+    timing = outcome.timing
+    tflops = shape.flops() / timing.median / 1e9 if timing is not None else None
+    return {
+        "name": outcome.side.name,
+        "version": outcome.side.version,
+        "module_sha256": outcome.side.digest,
+        "relative_error": outcome.relative_error,
+        "median_ms": timing.median if timing is not None else None,
+        "spread_ms": timing.spread if timing is not None else None,
+        "rounds": timing.rounds if timing is not None else 0,
+        "tflops": tflops,
+        "of_ceiling": tflops / ceiling if tflops is not None else None,
+        "tokens_per_s": shape.rows / timing.median * 1e3 if timing is not None else None,
+        "host_counts": outcome.side.host_counts,
+        "problem": outcome.problem,
+    }
+
+
+def _time(side: dict[str, Any]) -> str:
+    if side["median_ms"] is None:
+        return str(side["problem"] or "-").split("\n")[0][:60]
+    return f"{side['median_ms']:.3f} ± {side['spread_ms']:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.0f}" if value is not None else "-"
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else "-"
+
+
+def _error(side: dict[str, Any]) -> str:
+    return f"{side['relative_error']:.1e}" if side["relative_error"] is not None else "-"
