@@ -14,13 +14,14 @@ import pytest
 from kernel_depot.kernels import runtime as runtimes
 from kernel_depot.kernels.errors import (
     FunctionMissing,
+    InvalidArgument,
     ModuleMissing,
     ModuleUnloadable,
     NoCodeForGpu,
     RuntimeIncompatible,
     SignatureMismatch,
 )
-from kernel_depot.kernels.memory import CUDA, Device
+from kernel_depot.kernels.memory import CPU, CUDA, Device
 from kernel_depot.kernels.runtime import (
     KernelFile,
     Runtime,
@@ -65,6 +66,17 @@ def test_a_module_is_loaded_from_a_blob_whose_name_has_no_suffix(stand_ins: Any,
     shutil.copy(stand_ins.directory / "norm/norm.so", blob)
     runtime = Runtime({"norm": KernelFile("norm", blob)}, release=(0, 6, 3), where="here")
     assert runtime.module("norm").function("rmsnorm", RMSNORM).name == "norm.rmsnorm"
+
+
+def test_a_gpus_module_is_not_given_the_hosts_tensors(stand_ins: Any) -> None:
+    stand_ins.add("norm", "norm", (0, 6, 3))
+    path = stand_ins.directory / "norm/norm.so"
+    file = KernelFile("norm", path, sms=("sm_90a",))
+    runtime = Runtime({"norm": file}, release=(0, 6, 3), where="here")
+    runtime.module("norm")
+    with pytest.raises(InvalidArgument) as caught:
+        runtime.module("norm", device=Device(CPU))
+    assert caught.value.found == "cpu"
 
 
 def test_a_module_is_loaded_once_when_it_is_first_asked_for(

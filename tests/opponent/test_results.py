@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kernel_depot.opponent.duel import Outcome, Timing
 from kernel_depot.opponent.errors import ChallengerInvalid, ReportInvalid, ShapesInvalid
+from kernel_depot.opponent.plot import draw
 from kernel_depot.opponent.results import compare, markdown, read_report, report_of, row_of
 from kernel_depot.opponent.shapes import Shape, default_shapes, read_shapes
 from kernel_depot.opponent.sides import Side, challenger_side
@@ -29,7 +30,7 @@ def report(opponent_ms: float, challenger_ms: float, *, spread: float = 0.01) ->
         Outcome(side(name), 2e-3, Timing(time, spread, 50))
         for name, time in (("FlashInfer ragged prefill, fa3", opponent_ms), ("mine:kernel", challenger_ms))
     ]
-    return report_of([row_of(SHAPE, outcomes[0], outcomes[1], [1500, 1980], 600.0)], MACHINE)
+    return report_of([row_of(SHAPE, outcomes[0], outcomes[1], [1500, 1980], MACHINE)], MACHINE)
 
 
 def test_the_default_grid_is_the_documented_one() -> None:
@@ -63,12 +64,13 @@ def test_a_row_says_who_produced_each_number() -> None:
     assert row["opponent"]["module_sha256"] == "ab" * 32
     assert row["opponent"]["of_ceiling"] == pytest.approx(row["opponent"]["tflops"] / 600)
     assert row["sm_clock_mhz"] == [1500, 1980]
+    assert (row["gpu"], row["driver"]) == ("a GPU", "1")
 
 
 def test_a_side_that_is_wrong_is_reported_and_not_timed() -> None:
     wrong = Outcome(side("mine:kernel"), 0.5, None, "wrong: 5.00e-01 from float64, allowed 1e-02")
     good = Outcome(side("FlashInfer ragged prefill, fa3"), 2e-3, Timing(1.0, 0.1, 50))
-    row = row_of(SHAPE, good, wrong, [], 600.0)
+    row = row_of(SHAPE, good, wrong, [], MACHINE)
     assert row["ratio"] is None
     assert row["challenger"]["median_ms"] is None
     assert "wrong: 5.00e-01" in markdown(report_of([row], MACHINE))
@@ -141,3 +143,10 @@ def test_a_challenger_that_cannot_be_called_is_refused(name: str) -> None:
 def test_a_challenger_is_called_by_its_own_name() -> None:
     found = challenger_side("math:fsum", opponent=side("FlashInfer ragged prefill, fa3"))
     assert found.name == "math:fsum"
+
+
+def test_the_ratio_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "ratio.png"
+    draw(report(1.0, 2.0), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 1000

@@ -112,7 +112,7 @@ def _rows(wanted: list[Shape], challenger: str, *, cache: Path | None, until: fl
             return
         opponent = opponent_side(shape, cache=cache)
         first, second, clocks = duel(torch, shape, opponent, challenger_side(challenger, opponent=opponent))
-        yield machine, row_of(shape, first, second, clocks, ceiling)
+        yield machine, row_of(shape, first, second, clocks, machine)
 
 
 def _read(name: str, *, server: str | None, token: str | None) -> dict[str, Any]:

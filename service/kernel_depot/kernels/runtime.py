@@ -21,6 +21,7 @@ from kernel_depot.bundle import ArtifactKind, Bundle
 from kernel_depot.kernels.errors import (
     FunctionMissing,
     GroupMissing,
+    InvalidArgument,
     KernelCallFailed,
     KernelError,
     ModuleMissing,
@@ -209,12 +210,15 @@ class Runtime:
     def module(self, uri: str, *, device: Device | None = None) -> Module:
         """Return a module, loading it when it is first asked for.
 
-        Raise ModuleMissing, NoCodeForGpu, ModuleUnloadable.
+        Raise ModuleMissing, NoCodeForGpu, ModuleUnloadable, and InvalidArgument for tensors that are not on a
+        GPU though the module's code is a GPU's.
         """
+        file = self.files.get(uri)
+        if device is not None and not device.is_cuda and file is not None and (file.sms or file.ptx):
+            raise InvalidArgument("tensors", expected="tensors on a CUDA device", found=str(device))
         known = self._modules.get(uri)
         if known is not None:
             return known
-        file = self.files.get(uri)
         if file is None:
             raise ModuleMissing(uri, where=self.where, nearest=self.nearest(uri))
         if device is not None and device.is_cuda:

@@ -140,6 +140,8 @@ def _call(
         if int(indptr[-1]) != rows:
             raise InvalidArgument(name, expected=f"{rows} at its end, the rows", found=int(indptr[-1]))
     device = query.device
+    if not device.is_cuda:
+        raise InvalidArgument("q", expected="a tensor on a CUDA device", found=str(device))
     handle = current_stream(device) if stream is None else stream_handle(stream)
     ground = _ground(device)
     with ground.lock:

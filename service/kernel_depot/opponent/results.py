@@ -15,8 +15,14 @@ SCHEMA: Final = 1
 Row = dict[str, Any]
 
 
-def row_of(shape: Shape, opponent: Outcome, challenger: Outcome, clocks: list[int], ceiling: float) -> Row:
-    """Return one shape's row. `ratio` is the challenger's time over the opponent's: above 1 it is slower."""
+def row_of(
+    shape: Shape, opponent: Outcome, challenger: Outcome, clocks: list[int], machine: dict[str, Any]
+) -> Row:
+    """Return one shape's row, which also names the GPU and its driver.
+
+    `ratio` is the challenger's time over the opponent's: above 1 it is slower.
+    """
+    ceiling = float(machine["matmul_tflops"])
     sides = {
         "opponent": _side(shape, opponent, ceiling),
         "challenger": _side(shape, challenger, ceiling),
@@ -25,7 +31,14 @@ def row_of(shape: Shape, opponent: Outcome, challenger: Outcome, clocks: list[in
     if opponent.timing is not None and challenger.timing is not None:
         ratio = challenger.timing.median / opponent.timing.median
     seen = [min(clocks), max(clocks)] if clocks else None
-    return {"shape": shape.to_json(), **sides, "ratio": ratio, "sm_clock_mhz": seen}
+    return {
+        "shape": shape.to_json(),
+        **sides,
+        "ratio": ratio,
+        "gpu": machine["gpu"],
+        "driver": machine["driver"],
+        "sm_clock_mhz": seen,
+    }
 
 
 def report_of(rows: Sequence[Row], machine: dict[str, Any]) -> dict[str, Any]:
