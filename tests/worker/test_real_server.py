@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from kernel_depot.opponent.errors import OpponentAbsent
+from kernel_depot.opponent.gates import available, require_artifact
 from kernel_depot.platform import Arch, CudaTag, Platform
 from kernel_depot.worker.cache import Cache
 from kernel_depot.worker.client import Endpoint
@@ -81,11 +83,11 @@ class Depot:
         self.data_dir = folder / "depot"
         self.folder = folder
 
-    def materialize(self, pin_sets: dict[str, list[Path]], *, lost: list[Path]) -> None:
+    def materialize(self, pin_sets: dict[str, list[Path]], *, lost: list[Path], tables: str = "") -> None:
         files = []
         for name, wheels in pin_sets.items():
             files.append(self.folder / f"{name}.toml")
-            files[-1].write_text("".join(map(pin, wheels)))
+            files[-1].write_text("".join(map(pin, wheels)) + tables)
         for wheel in lost:
             wheel.unlink()
         command(
@@ -185,3 +187,41 @@ def test_a_node_syncs_smokes_and_goes_on_without_the_server(
     checks = {(outcome["check"], outcome["subject"]): outcome["status"] for outcome in smoke["outcomes"]}
     assert checks["tvm-ffi", "tvm_ffi/lib/libtvm_ffi.so"] == "pass"
     assert checks["module load", "norm"] == "pass"
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_only_a_sync_that_asks_for_the_opponent_opens_its_artifact_gate(
+    depot: Depot, make_wheel: Callable[..., Path], tmp_path: Path, default: bool
+) -> None:
+    """With `default` its module lies in everyone's bundle, and the gate stays shut all the same."""
+    libraries = modules(tmp_path, ["norm", "prefill"])
+    depot.materialize(
+        {"kernels": [make_wheel(libraries, project="flashinfer_jit_cache", version="0.6.3+cu130")]},
+        lost=[],
+        tables=f'[groups.opponent]\nmodules = ["prefill"]\ndefault = {str(default).lower()}\n',
+    )
+    url, place = depot.serve(), tmp_path / "cache"
+    platform = ("--cuda", "13.1", "--arch", ARCH, "--sm", "none")
+
+    def synced(*options: str) -> list[str]:
+        command("sync", "--server", url, "--cache", place, *platform, *options)
+        return sorted(path.stem for path in (place / "current" / "files").rglob("*.so"))
+
+    everyones = ["norm", "prefill"] if default else ["norm"]
+    assert synced() == everyones
+    assert available(place) is False
+    with pytest.raises(OpponentAbsent):
+        require_artifact(place)
+    assert synced("--group", "opponent") == ["norm", "prefill"]
+    assert available(place) is True
+    assert list(require_artifact(place).files) == ["prefill"]
+    assert synced() == everyones
+    assert available(place) is False
+    with pytest.raises(OpponentAbsent):
+        require_artifact(place)
+    assert synced("--modules", "norm,prefill") == ["norm", "prefill"]
+    assert available(place) is False
+
+    refused = command("sync", "--server", url, "--cache", place, *platform, "--group", "oponent", code=1)
+    assert refused["type"] == "urn:kernel-depot:problem:module-group-unknown"
+    assert "opponent" in refused["expected"]

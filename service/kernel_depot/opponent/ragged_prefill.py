@@ -149,14 +149,17 @@ def _call(
             ground.done.hold(handle)
         plan = ground.plan_of(attention, runtime)
         lengths = (id(runtime), attention, handle, qo.tobytes(), kv.tobytes())
-        if ground.planned != lengths:
-            ground.planned = None
-            plan.plan(qo, kv, stream=handle)
-            ground.planned = lengths
-        plan.run(q, k, v, output, stream=stream)
-        ground.stream = handle
-        if ground.done is not None:
-            ground.done.record(handle)
+        try:
+            if ground.planned != lengths:
+                ground.planned = None
+                plan.plan(qo, kv, stream=handle)
+                ground.planned = lengths
+            plan.run(q, k, v, output, stream=stream)
+        finally:
+            # A call that failed can have sent copies before: another stream must not overtake them.
+            if ground.done is not None:
+                ground.done.record(handle)
+            ground.stream = handle
     return output
 
 
