@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,6 +70,15 @@ def change(path: list[Any], value: Any) -> Callable[[dict[str, Any]], None]:
         change(["rows", 0, "opponent", "median_ms"], -1),
         change(["machine"], {}),
         change(["more"], 1),
+        change(["rows", 0, "shape"], {"batch": 4, "rows": 512}),
+        change(["rows", 0, "shape", "batch"], True),
+        change(["rows", 0, "shape", "seed"], 2**60),
+        change(["rows", 0, "opponent", "spread_ms"], None),
+        change(["rows", 0, "challenger", "relative_error"], math.nan),
+        change(["rows", 0, "ratio"], math.inf),
+        change(["machine", "matmul_tflops"], math.nan),
+        change(["machine", "torch"], 2**53),
+        change(["machine", "gpu"], "NUL\0"),
     ],
 )
 def test_what_is_no_report_is_refused_and_not_kept(server: Any, wrong: Any) -> None:
@@ -76,7 +86,8 @@ def test_what_is_no_report_is_refused_and_not_kept(server: Any, wrong: Any) -> N
     wrong(report)
     with server.client(server.token("admin")) as client:
         before = client.get("/v1/benchmarks").json()
-        refused = client.post("/v1/benchmarks", json=report)
+        body = json.dumps(report)  # httpx's own would refuse what is no JSON: NaN
+        refused = client.post("/v1/benchmarks", content=body, headers={"content-type": "application/json"})
         assert refused.status_code in (400, 422), refused.text
         assert refused.headers["content-type"] == "application/problem+json"
         assert client.get("/v1/benchmarks").json() == before
@@ -103,3 +114,25 @@ def test_the_command_compares_a_file_with_a_report_on_the_server(server: Any, tm
     assert done.returncode == 0, done.stderr
     assert "fa3: no difference" in done.stdout
     assert "mine: slower, x3.000" in done.stdout
+
+
+def test_the_documented_example_can_be_posted_by_the_command_and_compared(
+    server: Any, tmp_path: Path
+) -> None:
+    with server.client() as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    (example,) = schemas["ReportDocument"]["examples"]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(example))
+    command = [sys.executable, "-m", "kernel_depot.cli.main", "bench"]
+
+    def run(*arguments: str, scope: str) -> Any:
+        options = ["--server", server.url, "--token", server.token(scope), "--json"]
+        done = subprocess.run([*command, *arguments, *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    digest = run("post", str(path), scope="node")["digest"]
+    lines = run("compare", digest, str(path), scope="read")["lines"]
+    assert len(lines) == 2
+    assert all(line.endswith("no difference") for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_depot.opponent.duel import Outcome, Timing
 from kernel_depot.opponent.errors import ChallengerInvalid, ReportInvalid, ShapesInvalid
 from kernel_depot.opponent.plot import draw
-from kernel_depot.opponent.results import compare, markdown, read_report, report_of, row_of
+from kernel_depot.opponent.results import checked, compare, markdown, read_report, report_of, row_of
 from kernel_depot.opponent.shapes import Shape, default_shapes, read_shapes
 from kernel_depot.opponent.sides import Side, challenger_side
 
@@ -89,7 +90,68 @@ def test_kernels_of_other_names_are_not_compared() -> None:
     assert "not compared" in compare(report(1.0, 2.0), other)[1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": [{}]}'])
+def test_another_machine_or_build_is_told(tmp_path: Path) -> None:
+    before, after = report(1.0, 2.0), copy.deepcopy(report(1.0, 2.0))
+    after["machine"] = {**MACHINE, "gpu": "another GPU"}
+    after["rows"][0]["opponent"]["version"] = "0.7.4"
+    after["rows"][0]["challenger"]["module_sha256"] = "cd" * 32
+    lines = compare(before, after)
+    assert lines[0] == "the reports differ in gpu: a GPU, then another GPU"
+    assert lines[1].endswith("fa3 (0.6.3, then 0.7.4): no difference")
+    assert lines[2].endswith("mine:kernel (another module): no difference")
+
+
+def test_shapes_that_only_one_report_has_are_left_out() -> None:
+    other = copy.deepcopy(report(1.0, 2.0))
+    other["rows"][0]["shape"]["seed"] = 1
+    assert compare(report(1.0, 2.0), other) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("shape", "batch"), 0),
+        (("shape",), {}),
+        (("shape",), None),
+        (("opponent",), None),
+        (("challenger", "name"), ""),
+        (("opponent", "median_ms"), 0),
+        (("opponent", "median_ms"), "1"),
+        (("opponent", "median_ms"), math.nan),
+        (("challenger", "spread_ms"), None),
+        (("challenger", "spread_ms"), -1),
+    ],
+)
+def test_a_row_that_cannot_be_compared_is_refused_by_its_number(path: tuple[str, ...], value: Any) -> None:
+    wrong = copy.deepcopy(report(1.0, 2.0))
+    members = wrong["rows"][0]
+    for key in path[:-1]:
+        members = members[key]
+    members[path[-1]] = value
+    with pytest.raises(ReportInvalid) as caught:
+        checked(wrong, where="file")
+    assert caught.value.where == "file, row 1"
+
+
+def test_a_row_without_a_member_is_refused() -> None:
+    wrong = copy.deepcopy(report(1.0, 2.0))
+    del wrong["rows"][0]["challenger"]["spread_ms"]
+    with pytest.raises(ReportInvalid, match="spread_ms"):
+        checked(wrong, where="file")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"schema": 2, "benchmark": "ragged-prefill", "machine": {}, "rows": []}',
+        '{"schema": 1, "benchmark": "decode", "machine": {}, "rows": []}',
+        '{"schema": 1, "benchmark": "ragged-prefill", "rows": []}',
+        '{"schema": 1, "benchmark": "ragged-prefill", "machine": {}, "rows": [1]}',
+    ],
+)
 def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "report.json"
     path.write_text(text)
@@ -106,6 +168,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
         ("rows = 1", "a row at least"),
         ('causal = "yes"', "causal is wrong"),
         ("window = 3", "other keys"),
+        ("seed = -1", "seed is wrong"),
+        ("rows = 2147483648", "rows is wrong"),
     ],
 )
 def test_a_wrong_shape_is_refused_by_name(tmp_path: Path, line: str, message: str) -> None:

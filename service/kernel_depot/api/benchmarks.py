@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import rfc8785
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from sqlmodel import col, select
 
 from kernel_depot.api.auth import Node, Reader, ScopeInsufficient, TokenMissing, TokenRefused
@@ -27,6 +27,23 @@ class BenchmarkUnknown(ApiError):
     status = 404
 
 
+_Count = Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)]
+
+
+class ShapeDocument(BaseModel):
+    """What was computed: requests of `rows` tokens together, their lengths drawn from `seed`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch: _Count
+    rows: _Count
+    head_dim: _Count
+    num_qo_heads: _Count
+    num_kv_heads: _Count
+    causal: bool
+    seed: int = Field(default=0, strict=True, ge=0, le=2**31 - 1)
+
+
 class SideDocument(BaseModel):
     """Who produced numbers, and which. Times in milliseconds; null where a side was not timed."""
 
@@ -37,7 +54,13 @@ class SideDocument(BaseModel):
     module_sha256: str | None = None
     relative_error: float | None = None
     median_ms: float | None = Field(default=None, gt=0)
-    spread_ms: float | None = Field(default=None, ge=0)
+    spread_ms: float | None = Field(default=None, ge=0, description="Needed beside a median.")
+
+    @model_validator(mode="after")
+    def _a_time_has_its_spread(self) -> SideDocument:
+        if self.median_ms is not None and self.spread_ms is None:
+            raise ValueError("median_ms without spread_ms cannot be compared")
+        return self
 
 
 class RowDocument(BaseModel):
@@ -45,7 +68,7 @@ class RowDocument(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    shape: dict[str, Any]
+    shape: ShapeDocument
     opponent: SideDocument
     challenger: SideDocument
     ratio: float | None = Field(description="The challenger's time over the opponent's.")
@@ -56,7 +79,7 @@ class MachineDocument(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    gpu: str = Field(min_length=1, max_length=200)
+    gpu: str = Field(min_length=1, max_length=200, pattern=r"^[^\x00]*$")
     driver: str | None = Field(max_length=100)
 
 
@@ -66,9 +89,22 @@ _EXAMPLE: dict[str, JsonValue] = {
     "machine": {"gpu": "NVIDIA H200", "driver": "580.159.04", "matmul_tflops": 774.0},
     "rows": [
         {
-            "shape": {"batch": 4, "rows": 512, "head_dim": 128, "causal": True},
-            "opponent": {"name": "FlashInfer ragged prefill, fa3", "version": "0.6.3", "median_ms": 0.016},
-            "challenger": {"name": "mine:kernel", "version": "1.0", "median_ms": 0.02},
+            "shape": {
+                "batch": 4,
+                "rows": 512,
+                "head_dim": 128,
+                "num_qo_heads": 32,
+                "num_kv_heads": 8,
+                "causal": True,
+                "seed": 0,
+            },
+            "opponent": {
+                "name": "FlashInfer ragged prefill, fa3",
+                "version": "0.6.3",
+                "median_ms": 0.016,
+                "spread_ms": 0.001,
+            },
+            "challenger": {"name": "mine:kernel", "version": "1.0", "median_ms": 0.02, "spread_ms": 0.001},
             "ratio": 1.25,
         }
     ],
@@ -84,6 +120,16 @@ class ReportDocument(BaseModel):
     benchmark: Literal["ragged-prefill"]
     machine: MachineDocument
     rows: list[RowDocument] = Field(min_length=1, max_length=2000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_name(cls, members: Any) -> Any:
+        """Refuse what canonical JSON (RFC 8785), which a report's digest is of, cannot write: NaN, 2**53."""
+        try:
+            rfc8785.dumps(members)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"canonical JSON cannot write it: {error}") from error
+        return members
 
 
 class BenchmarkDocument(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import date
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kernel_depot.cli.sync import CacheOption, JsonOption, ServerOption, TokenOption
+from kernel_depot.errors import DepotError
 
 if TYPE_CHECKING:
     from kernel_depot.opponent.results import Row
@@ -46,35 +48,75 @@ def ragged_prefill(
     --group opponent) and KERNEL_DEPOT_FLASHINFER_PREFILL=1.
     """
     from kernel_depot.cli.render import print_json
+    from kernel_depot.opponent.plot import draw, require_plot
     from kernel_depot.opponent.results import markdown, report_of
     from kernel_depot.opponent.shapes import default_shapes, read_shapes
 
+    for path in (output, table, plot):
+        _require_folder(path)
+    if plot is not None:
+        require_plot()
     wanted = default_shapes() if shapes is None else read_shapes(shapes)
     wanted = [shape for shape in wanted if batch is None or shape.batch == batch]
     rows: list[Row] = []
     until = time.monotonic() + max_seconds
     report: dict[str, Any] = {}
-    for machine, row in _rows(wanted, challenger, cache=cache, until=until):
-        rows.append(row)
-        report = report_of(rows, machine)
-        if output is not None:
-            _write(output, report)
-        if not as_json:
-            print(_line(row), flush=True)
+    stopped: DepotError | None = None
+    try:
+        for machine, row in _rows(wanted, challenger, cache=cache, until=until):
+            rows.append(row)
+            report = report_of(rows, machine)
+            if output is not None:
+                _write(output, report)
+            if not as_json:
+                print(_line(row), flush=True)
+    except DepotError as failure:
+        if not rows:
+            raise
+        stopped = failure
     if len(rows) < len(wanted) and not as_json:
-        print(f"{len(wanted) - len(rows)} of {len(wanted)} shapes were not begun in {max_seconds:g} s")
+        print(
+            f"{len(wanted) - len(rows)} of {len(wanted)} shapes were not measured (--max-seconds, or above)"
+        )
     if table is not None and rows:
         table.write_text(markdown(report), encoding="utf-8")
     if plot is not None and rows:
-        from kernel_depot.opponent.plot import draw
-
         draw(report, plot)
     if report_to is not None and rows:
-        digest = _post(report_to, report, token=token)
-        if not as_json:
-            print(f"posted as {digest}")
+        try:
+            digest = _post(report_to, report, token=token)
+        except DepotError as failure:
+            stopped = stopped or failure
+        else:
+            if not as_json:
+                print(f"posted as {digest}")
+    if stopped is not None:
+        if as_json:
+            stopped.data["report"] = report  # what was measured is not lost with what failed
+        raise stopped
     if as_json:
         print_json(report)
+
+
+@app.command()
+def post(
+    report: Annotated[Path, typer.Argument(help="What `bench ragged-prefill --output` wrote.")],
+    server: ServerOption = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Post a report that was measured earlier, as on a node without the network (scope node)."""
+    from kernel_depot.cli.render import print_json
+    from kernel_depot.opponent.results import read_report
+
+    found = read_report(report)
+    if server is None:
+        raise typer.BadParameter("name the server", param_hint="--server")
+    digest = _post(server, found, token=token)
+    if as_json:
+        print_json({"digest": digest})
+    else:
+        print(f"posted as {digest}")
 
 
 @app.command()
@@ -113,6 +155,16 @@ def _rows(wanted: list[Shape], challenger: str, *, cache: Path | None, until: fl
         opponent = opponent_side(shape, cache=cache)
         first, second, clocks = duel(torch, shape, opponent, challenger_side(challenger, opponent=opponent))
         yield machine, row_of(shape, first, second, clocks, machine)
+
+
+def _require_folder(path: Path | None) -> None:
+    """Refuse before anything is measured when a result could not be written."""
+    from kernel_depot.opponent.errors import BenchmarkImpossible
+
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        raise BenchmarkImpossible(
+            "a result cannot be written there", where=str(path), remedy="name a file in a folder of yours"
+        )
 
 
 def _read(name: str, *, server: str | None, token: str | None) -> dict[str, Any]:

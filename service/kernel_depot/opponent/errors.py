@@ -58,6 +58,13 @@ class BenchmarkImpossible(OpponentError):
     title = "The benchmark cannot run here"
 
 
+class BenchmarkStopped(OpponentError):
+    """A benchmark that could not go on; what it measured before is kept."""
+
+    slug = "benchmark-stopped"
+    title = "The benchmark stopped early"
+
+
 class ReportRefused(OpponentError):
     """A server that did not take a benchmark report, or did not give one."""
 

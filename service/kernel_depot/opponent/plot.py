@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
+from kernel_depot.opponent.errors import BenchmarkImpossible
 from kernel_depot.opponent.shapes import Shape
+
+
+def require_plot() -> None:
+    """Refuse before anything is measured where nothing can be drawn. Raise BenchmarkImpossible."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise BenchmarkImpossible(
+            "the plot needs matplotlib, which is not installed",
+            found=str(error),
+            remedy="pip install 'kernel-depot[bench]'",
+        ) from error
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

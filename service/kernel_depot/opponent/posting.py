@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from kernel_depot.opponent.errors import ReportRefused
+from kernel_depot.opponent.results import checked
 
 _TIMEOUT = 60.0
 
@@ -17,8 +18,9 @@ def post(server: str, report: dict[str, Any], *, token: str | None) -> str:
 
 
 def fetch(server: str, digest: str, *, token: str | None) -> dict[str, Any]:
-    """Read a report by its digest. Raise ReportRefused."""
-    return _ask("GET", f"{server.rstrip('/')}/v1/benchmarks/{digest}", token=token, json=None)
+    """Read a report by its digest. Raise ReportRefused, ReportInvalid."""
+    url = f"{server.rstrip('/')}/v1/benchmarks/{digest}"
+    return checked(_ask("GET", url, token=token, json=None), where=url)
 
 
 def _ask(method: str, url: str, *, token: str | None, json: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from kernel_depot.opponent.duel import Outcome
-from kernel_depot.opponent.errors import ReportInvalid
-from kernel_depot.opponent.shapes import Shape
+from kernel_depot.opponent.errors import ReportInvalid, ShapesInvalid
+from kernel_depot.opponent.shapes import Shape, read_shape
 
 SCHEMA: Final = 1
+BENCHMARK: Final = "ragged-prefill"
 Row = dict[str, Any]
 
 
@@ -43,20 +45,55 @@ def row_of(
 
 def report_of(rows: Sequence[Row], machine: dict[str, Any]) -> dict[str, Any]:
     """Return the whole report."""
-    return {"schema": SCHEMA, "benchmark": "ragged-prefill", "machine": machine, "rows": list(rows)}
+    return {"schema": SCHEMA, "benchmark": BENCHMARK, "machine": machine, "rows": list(rows)}
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read what `bench --json` wrote. Raise ReportInvalid."""
+    """Read what `bench --output` or `bench --json` wrote. Raise ReportInvalid."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        good = report["schema"] == SCHEMA and all("shape" in row for row in report["rows"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ReportInvalid(f"{path.name} is no benchmark report: {error}", where=str(path)) from error
-    if not good:
-        raise ReportInvalid(f"{path.name} is no report of this schema", where=str(path), expected=SCHEMA)
+    return checked(report, where=str(path))
+
+
+def checked(report: Any, *, where: str) -> dict[str, Any]:
+    """Return a report whose shapes, names and times can be compared. Raise ReportInvalid for another."""
+    if not isinstance(report, dict) or (report.get("schema"), report.get("benchmark")) != (SCHEMA, BENCHMARK):
+        raise ReportInvalid(
+            "this is no benchmark report", where=where, expected=f"schema {SCHEMA}, benchmark {BENCHMARK}"
+        )
+    if not isinstance(report.get("machine"), dict) or not isinstance(report.get("rows"), list):
+        raise ReportInvalid("the report lacks its machine or its rows", where=where)
+    for number, row in enumerate(report["rows"], 1):
+        _check_row(row, where=f"{where}, row {number}")
     found: dict[str, Any] = report
     return found
+
+
+def _check_row(row: Any, *, where: str) -> None:
+    try:
+        read_shape(row["shape"], where=where)
+        for name in _SIDES:
+            side = row[name]
+            median, spread = side["median_ms"], side["spread_ms"]
+            timed = median is not None
+            if not side["name"] or (timed and not (_is_number(median) and _is_number(spread) and median > 0)):
+                raise ReportInvalid(
+                    f"the row's {name} has no name, or a time without its spread", where=where, found=side
+                )
+    except ShapesInvalid as error:
+        raise ReportInvalid(
+            f"the row's shape: {error.what}", where=where, expected=error.expected, found=error.found
+        ) from error
+    except (KeyError, TypeError) as error:
+        raise ReportInvalid(
+            f"the row lacks a member: {error}", where=where, expected="shape, opponent, challenger"
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -86,25 +123,44 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Say for each shape and side that both reports timed how it changed; inside the spread it did not."""
-    known = {json.dumps(row["shape"], sort_keys=True): row for row in before["rows"]}
-    lines = []
+    """Say for each shape and side that both reports timed how it changed; inside the spread it did not.
+
+    What else differs stands beside: another GPU, driver or torch before all lines, another version or module
+    of a side in its line. Sides of different names are not compared.
+    """
+    lines = [
+        f"the reports differ in {name}: {before['machine'].get(name)}, then {after['machine'].get(name)}"
+        for name in ("gpu", "driver", "torch")
+        if before["machine"].get(name) != after["machine"].get(name)
+    ]
+    known = {read_shape(row["shape"], where="shape"): row for row in before["rows"]}
     for row in after["rows"]:
-        shape = Shape(**row["shape"])
-        for side in _SIDES:
-            other = known.get(json.dumps(row["shape"], sort_keys=True))
-            old = other[side] if other is not None else None
-            new = row[side]
-            if old is None or old["median_ms"] is None or new["median_ms"] is None:
-                continue
-            if old["name"] != new["name"]:
-                lines.append(f"{shape}: not compared: {old['name']} is not {new['name']}")
-                continue
-            change = new["median_ms"] / old["median_ms"]
-            inside = abs(new["median_ms"] - old["median_ms"]) <= max(new["spread_ms"], old["spread_ms"])
-            verdict = "no difference" if inside else f"{'slower' if change > 1 else 'faster'}, x{change:.3f}"
-            lines.append(f"{shape}: {new['name']}: {verdict}")
+        shape = read_shape(row["shape"], where="shape")
+        if shape in known:
+            lines += [
+                f"{shape}: {line}"
+                for name in _SIDES
+                if (line := _change(known[shape][name], row[name])) is not None
+            ]
     return lines
+
+
+def _change(old: Row, new: Row) -> str | None:
+    if old["median_ms"] is None or new["median_ms"] is None:
+        return None
+    if old["name"] != new["name"]:
+        return f"not compared: {old['name']} is not {new['name']}"
+    change = new["median_ms"] / old["median_ms"]
+    inside = abs(new["median_ms"] - old["median_ms"]) <= max(new["spread_ms"], old["spread_ms"])
+    verdict = "no difference" if inside else f"{'slower' if change > 1 else 'faster'}, x{change:.3f}"
+    return f"{new['name']}{_edition(old, new)}: {verdict}"
+
+
+def _edition(old: Row, new: Row) -> str:
+    """Tell whether a side of the same name is another build."""
+    if old.get("version") != new.get("version"):
+        return f" ({old.get('version')}, then {new.get('version')})"
+    return " (another module)" if old.get("module_sha256") != new.get("module_sha256") else ""
 
 
 _SIDES: Final = ("opponent", "challenger")

@@ -18,6 +18,7 @@ else:
     import tomli as tomllib
 
 HEAD_DIMS: Final = (128, 256)
+_INT32_MAX: Final = 2**31 - 1
 _QO_HEADS: Final = {128: 32, 256: 16}
 """Query heads of the default grid, so that both head dimensions have 4,096 columns."""
 
@@ -76,18 +77,21 @@ def read_shapes(path: Path) -> list[Shape]:
     tables = document.get("shape")
     if not isinstance(tables, list) or not tables or len(document) > 1:
         raise ShapesInvalid("expected tables [[shape]] and nothing else", where=str(path))
-    return [_shape(table, where=f"{path}, shape {number}") for number, table in enumerate(tables, 1)]
+    return [read_shape(table, where=f"{path}, shape {number}") for number, table in enumerate(tables, 1)]
 
 
-def _shape(table: Any, *, where: str) -> Shape:
+def read_shape(table: Any, *, where: str) -> Shape:
+    """Read a shape's members, `seed` 0 when absent. Raise ShapesInvalid, which names the key."""
     names: Sequence[str] = [item.name for item in fields(Shape)]
     if not isinstance(table, dict) or set(table) - set(names):
         raise ShapesInvalid("a shape has other keys", where=where, expected=names, found=list(table))
     for name in names:
         wanted = bool if name == "causal" else int
         value = table.get(name, 0 if name == "seed" else None)
-        if type(value) is not wanted or (wanted is int and name != "seed" and value < 1):
-            raise ShapesInvalid(f"{name} is wrong", where=where, expected=wanted.__name__, found=value)
+        least = 0 if name == "seed" else 1
+        if type(value) is not wanted or (wanted is int and not least <= value <= _INT32_MAX):
+            expected = "true or false" if wanted is bool else f"an integer, {least} to 2**31 - 1"
+            raise ShapesInvalid(f"{name} is wrong", where=where, expected=expected, found=value)
     shape = Shape(**table)
     if shape.head_dim not in HEAD_DIMS:
         raise ShapesInvalid("no opponent for it", where=where, expected=HEAD_DIMS, found=shape.head_dim)
