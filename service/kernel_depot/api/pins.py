@@ -78,6 +78,7 @@ class PinDocument(BaseModel):
     sm: str | None
     url: str | None
     index: str | None
+    store: bool | None = Field(description="True for a wheel that was uploaded to this depot.")
     size: int | None
     record_sha256: str | None
 

@@ -123,8 +123,11 @@ def current_pin_sets(session: Session, names: Sequence[str] | None = None) -> li
 
 
 def _pin(row: PinRow) -> pins.Pin:
-    origin: pins.UrlOrigin | pins.IndexOrigin
-    origin = pins.UrlOrigin(row.url) if row.url is not None else pins.IndexOrigin(row.index_name or "")
+    origin: pins.Origin = pins.StoreOrigin()
+    if row.url is not None:
+        origin = pins.UrlOrigin(row.url)
+    elif row.index_name is not None:
+        origin = pins.IndexOrigin(row.index_name)
     return pins.Pin(
         project=row.project,
         version=row.version,

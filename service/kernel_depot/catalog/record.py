@@ -59,30 +59,41 @@ def _insert_plain(session: Session, statement: Any, rows: Sequence[dict[str, Any
 
 def record_pin_set(session: Session, pin_set: pins.PinSet) -> bool:
     """Record a revision and make it what its name means. Return whether that changed anything."""
-    moment = now()
-    if session.get(PinSetRevision, pin_set.digest) is None:
-        session.add(
-            PinSetRevision(
-                digest=pin_set.digest,
-                name=pin_set.name,
-                text=pin_set.text,
-                origin=pin_set.origin,
-                groups=[group.to_json() for group in pin_set.groups],
-                created_at=moment,
-            )
+    record_revision(session, pin_set)
+    return make_current(session, pin_set.name, pin_set.digest)
+
+
+def record_revision(session: Session, pin_set: pins.PinSet) -> bool:
+    """Record a revision; its name goes on meaning what it means. Return whether it was not known."""
+    if session.get(PinSetRevision, pin_set.digest) is not None:
+        return False
+    session.add(
+        PinSetRevision(
+            digest=pin_set.digest,
+            name=pin_set.name,
+            text=pin_set.text,
+            origin=pin_set.origin,
+            groups=[group.to_json() for group in pin_set.groups],
+            created_at=now(),
         )
-        session.flush()
-        session.connection().execute(
-            insert(PinRow), [_pin_row(pin, revision=pin_set.digest) for pin in pin_set.pins]
-        )
-    named = session.get(PinSet, pin_set.name)
-    if named is not None and named.revision == pin_set.digest:
+    )
+    session.flush()
+    session.connection().execute(
+        insert(PinRow), [_pin_row(pin, revision=pin_set.digest) for pin in pin_set.pins]
+    )
+    return True
+
+
+def make_current(session: Session, name: str, revision: str) -> bool:
+    """Let a pin set's name mean a recorded revision from now on. Return whether that changed anything."""
+    named = session.get(PinSet, name)
+    if named is not None and named.revision == revision:
         return False
     if named is None:
-        session.add(PinSet(name=pin_set.name, revision=pin_set.digest, updated_at=moment))
+        session.add(PinSet(name=name, revision=revision, updated_at=now()))
     else:
-        named.revision = pin_set.digest
-        named.updated_at = moment
+        named.revision = revision
+        named.updated_at = now()
     session.flush()
     return True
 
@@ -271,6 +282,7 @@ def create_job(
                 "members_done": 0,
                 "members_total": None,
                 "wheels": [],
+                "modules": [],
                 "problem": None,
                 "created_at": moment,
                 "updated_at": moment,

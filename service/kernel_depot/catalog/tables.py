@@ -226,6 +226,9 @@ class Job(SQLModel, table=True):
     members_done: int = 0
     members_total: int | None = None
     wheels: list[dict[str, Any]] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    modules: list[dict[str, Any]] = Field(
+        default_factory=list, sa_column=Column(JSON, nullable=False, server_default="[]")
+    )
     problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
     created_at: datetime = _moment()
     updated_at: datetime = _moment()
@@ -243,3 +246,71 @@ class Benchmark(SQLModel, table=True):
     report: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
     posted_by: str
     posted_at: datetime = _moment(index=True)
+
+
+class Build(SQLModel, table=True):
+    """A plan that waits for a builder, or that one has claimed; `id` is the job's.
+
+    A claim is a lease: whoever does not renew it before `claimed_until` loses the build to the next.
+    """
+
+    __tablename__ = "build"
+
+    id: str = Field(primary_key=True, foreign_key="job.id")
+    plan: str = Field(sa_column=Column(Text, nullable=False))
+    cuda: str
+    arch: str
+    options: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    state: str = Field(index=True)  # queued, claimed, ended
+    claim: str | None = None  # a new word for each claim
+    builder: str | None = None
+    claimed_until: datetime | None = _moment(nullable=True)
+    losses: int = 0  # how often a builder that had claimed it was not heard of again
+    queued_at: datetime = _moment(index=True)
+
+
+class BuiltModule(SQLModel, table=True):
+    """A compiled module under its key, the digest of all that decides its bytes. `record` tells how it was made."""
+
+    __tablename__ = "built_module"
+
+    key: str = Field(primary_key=True, max_length=64)
+    uri: str = Field(index=True)
+    sha256: str = Field(max_length=64)
+    size: int = _size()
+    record: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    posted_by: str
+    posted_at: datetime = _moment()
+
+
+class Provenance(SQLModel, table=True):
+    """How a wheel came about: its in-toto statement, as whoever uploaded it says."""
+
+    __tablename__ = "provenance"
+
+    wheel: str = Field(primary_key=True, max_length=64)
+    statement: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    posted_by: str
+    posted_at: datetime = _moment()
+
+
+class Upload(SQLModel, table=True):
+    """Bytes on their way into the store, in parts that any server takes. Gone once they are a blob."""
+
+    __tablename__ = "upload"
+
+    sha256: str = Field(primary_key=True, max_length=64)
+    size: int = _size()
+    begun_by: str
+    begun_at: datetime = _moment()
+    touched_at: datetime = _moment()
+
+
+class UploadPart(SQLModel, table=True):
+    """A part that the store holds, by its number from 0."""
+
+    __tablename__ = "upload_part"
+
+    upload: str = Field(primary_key=True, foreign_key="upload.sha256", max_length=64)
+    number: int = Field(primary_key=True)
+    sha256: str = Field(max_length=64, index=True)

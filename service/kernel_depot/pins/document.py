@@ -17,7 +17,7 @@ from kernel_depot.digest import is_sha256
 from kernel_depot.pins import groups
 from kernel_depot.pins.consistency import Place, Placed, Slot, set_problems
 from kernel_depot.pins.groups import ModuleGroup
-from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, UrlOrigin, project_word
+from kernel_depot.pins.pin import IndexOrigin, Origin, Pin, PinSet, StoreOrigin, UrlOrigin, project_word
 from kernel_depot.pins.positions import KeyPath, line_of, positions
 from kernel_depot.pins.problem import PinProblem, PinSetInvalid, PinSetUnreadable, Severity
 from kernel_depot.platform import Arch, CudaTag, PlatformError, Sm
@@ -27,7 +27,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PIN_KEYS = ("filename", "sha256", "url", "index", "size", "sm", "record_sha256")
+PIN_KEYS = ("filename", "sha256", "url", "index", "store", "size", "sm", "record_sha256")
 CARGO_PATH = ("package", "metadata", "flashinfer_rs", "pinned_wheels")
 MAX_DOCUMENT_BYTES = 4 << 20
 _INDEX_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -267,9 +267,16 @@ class _Reader:
         return value
 
     def _origin(self, path: KeyPath, table: dict[str, Any], filename: str | None) -> Origin | None:
-        if "url" in table and "index" in table:
-            self.note((*path, "index"), "origin-both", "give 'url' or 'index', not both")
+        given = [key for key in ("url", "index", "store") if key in table]
+        if len(given) > 1:
+            words = " and ".join(map(repr, given))
+            self.note((*path, given[-1]), "origin-both", f"give one of 'url', 'index' and 'store', not {words}")
             return None
+        if "store" in table:
+            if table["store"] is not True:
+                self.note((*path, "store"), "bad-store", f"'store' can only be true, found {table['store']!r}")
+                return None
+            return StoreOrigin()
         if "index" in table:
             index = self._text(path, table, "index", required=True)
             if index is not None and _INDEX_NAME.fullmatch(index) is None:
@@ -277,7 +284,7 @@ class _Reader:
                 return None
             return IndexOrigin(index) if index is not None else None
         if "url" not in table:
-            self.note(path, "origin-none", "neither 'url' nor 'index' says where the wheel comes from")
+            self.note(path, "origin-none", "no 'url', 'index' or 'store' says where the wheel comes from")
             return None
         url = self._text(path, table, "url", required=True)
         return self._url(path, url, filename) if url is not None else None

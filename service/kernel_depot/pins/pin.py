@@ -39,7 +39,15 @@ class IndexOrigin:
         return f"index {self.name}"
 
 
-Origin = UrlOrigin | IndexOrigin
+@dataclass(frozen=True, slots=True)
+class StoreOrigin:
+    """A wheel that was uploaded: it lies in the depot's own store, under its SHA-256."""
+
+    def __str__(self) -> str:
+        return "the depot's store"
+
+
+Origin = UrlOrigin | IndexOrigin | StoreOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +70,9 @@ class Pin:
         """The TOML table this pin stands in."""
         return f"{self.project}.{self.cuda}.{self.arch}"
 
-    def to_json(self) -> dict[str, str | int]:
+    def to_json(self) -> dict[str, str | int | bool]:
         """Return the pin's members in canonical spelling; absent ones are left out."""
-        members: dict[str, str | int | None] = {
+        members: dict[str, str | int | bool | None] = {
             "project": self.project,
             "version": self.version,
             "filename": self.filename,
@@ -74,6 +82,7 @@ class Pin:
             "sm": str(self.sm) if self.sm else None,
             "url": self.origin.url if isinstance(self.origin, UrlOrigin) else None,
             "index": self.origin.name if isinstance(self.origin, IndexOrigin) else None,
+            "store": True if isinstance(self.origin, StoreOrigin) else None,
             "size": self.size,
             "record_sha256": self.record_sha256,
         }

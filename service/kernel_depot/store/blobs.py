@@ -13,10 +13,14 @@ PIECE = 1 << 20
 
 
 class Form(str, Enum):
-    """How a blob's bytes are kept. Both forms are named by the SHA-256 of the identity bytes."""
+    """How a blob's bytes are kept, and the parts of uploads, which are no blobs yet.
+
+    All are named by the SHA-256 of the identity bytes.
+    """
 
     IDENTITY = "identity"
     ZSTD = "zstd"
+    PART = "part"
 
     def __str__(self) -> str:
         return self.value

@@ -19,7 +19,7 @@ from kernel_depot.liveness import boot_id, is_dead, process_name
 from kernel_depot.store.blobs import PIECE, Form, Recovery, StagedBlob
 from kernel_depot.store.errors import BlobMissing, StoreUnreachable
 
-_DIRECTORIES = {Form.IDENTITY: "blobs", Form.ZSTD: "zstd"}
+_DIRECTORIES = {Form.IDENTITY: "blobs", Form.ZSTD: "zstd", Form.PART: "parts"}
 _FOREIGN_GRACE = 3600.0  # seconds without a change until another machine's private names count as left behind
 _SMALL_BATCH = 4  # up to so many files are fsynced one by one; more get a marker
 
@@ -233,7 +233,7 @@ class LocalStore:
         """Tell whether a file holds what its name says, None when there is none."""
         path = Path(self._name(sha256, form))
         try:
-            if form is Form.IDENTITY:
+            if form is not Form.ZSTD:
                 return sha256_file(path) == sha256
             from kernel_depot.store.zstd_forms import decodes_to
 

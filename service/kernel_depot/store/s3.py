@@ -20,7 +20,7 @@ from kernel_depot.liveness import is_dead, process_name
 from kernel_depot.store.blobs import PIECE, Form, Recovery, StagedBlob
 from kernel_depot.store.errors import BlobMissing, StoreLocationInvalid, StoreUnreachable
 
-_DIRECTORIES = {Form.IDENTITY: "blobs", Form.ZSTD: "zstd"}
+_DIRECTORIES = {Form.IDENTITY: "blobs", Form.ZSTD: "zstd", Form.PART: "parts"}
 _PARALLEL = 16
 _WHOLE = 64 << 20  # up to this size one conditional PUT; larger ones are multipart, completed atomically
 _KNOWN = {"endpoint", "region", "path_style"}
