@@ -21,7 +21,7 @@ ALLOWED = {
     "store": VALUES,
     "catalog": VALUES | {"pins", "wheels"},
     "jobs": VALUES | {"pins", "wheels", "store", "catalog", "settings"},
-    "api": VALUES | {"pins", "wheels", "store", "catalog", "jobs", "settings"},
+    "api": VALUES | {"pins", "wheels", "store", "catalog", "jobs", "settings", "builder"},
     "builder": VALUES | {"pins", "wheels", "settings", "kernels"},
     "worker": VALUES,
     "kernels": VALUES | {"worker"},
@@ -69,6 +69,15 @@ def test_a_room_imports_only_what_lies_below_it(room: str) -> None:
             if name.startswith("kernel_depot.") and name.split(".")[1] not in ALLOWED[room] | {room}:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
+
+
+def test_the_server_reads_build_plans_and_compiles_nothing() -> None:
+    used = {name for room in ("api", "jobs") for path in modules(room) for name in imported(path)}
+    of_builder = {name for name in used if name.startswith("kernel_depot.builder")}
+    assert {".".join(name.split(".")[:3]) for name in of_builder} == {
+        "kernel_depot.builder.plan",
+        "kernel_depot.builder.errors",
+    }
 
 
 @pytest.mark.parametrize("room", ["worker", "kernels", "smoke", "opponent"])

@@ -88,10 +88,7 @@ ORIGINS = st.one_of(
 def test_a_written_set_is_read_back_as_it_was(
     places: set[tuple[Arch, str | None]], origin: object, size: int | None, default: bool
 ) -> None:
-    pins = [
-        replace(pin(sm=sm), arch=arch, origin=origin, size=size)
-        for arch, sm in sorted(places, key=str)
-    ]
+    pins = [replace(pin(sm=sm), arch=arch, origin=origin, size=size) for arch, sm in sorted(places, key=str)]
     groups = (ModuleGroup("opponent", ("norm", "page"), default),)
     text = pin_set_text(pins, groups=groups)
     read = parse_pin_set(text, name="mine", origin="a test")

@@ -11,6 +11,8 @@ from kernel_depot.api import (
     artifacts,
     benchmarks,
     blobs,
+    builds,
+    built_modules,
     bundles,
     health,
     jobs,
@@ -18,8 +20,10 @@ from kernel_depot.api import (
     modules,
     pins,
     problems,
+    provenance,
     resolve,
     stream,
+    uploads,
 )
 from kernel_depot.api.limits import BodyLimit, known_parameters
 from kernel_depot.jobs.depot import Depot
@@ -41,7 +45,9 @@ _TAGS = [
     {"name": "blobs", "description": "Bytes by their SHA-256."},
     {"name": "artifacts", "description": "What the wheels hold, with what was read out of each file."},
     {"name": "pins", "description": "The pin sets, and their revisions."},
-    {"name": "jobs", "description": "Bringing pinned wheels into the store."},
+    {"name": "jobs", "description": "Bringing pinned wheels into the store, and builds."},
+    {"name": "uploads", "description": "Bytes that an administrator brings, in parts."},
+    {"name": "builds", "description": "Plans queued for builders, and what they compiled."},
     {"name": "benchmarks", "description": "What nodes measured against the opponent."},
     {"name": "health", "description": "For orchestrators and monitoring; no token needed."},
 ]
@@ -86,6 +92,10 @@ def create_app(depot: Depot) -> FastAPI:
         modules,
         pins,
         jobs,
+        uploads,
+        builds,
+        built_modules,
+        provenance,
         benchmarks,
         health,
         metrics,

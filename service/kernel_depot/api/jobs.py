@@ -1,4 +1,4 @@
-"""Jobs: bringing pinned wheels into the store, and how far that is."""
+"""Jobs: bringing pinned wheels into the store, builds, and how far they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernel_depot.api.problems import (
     documented,
 )
 from kernel_depot.catalog import queries
-from kernel_depot.catalog.bundles import PinSetUnknown
+from kernel_depot.catalog.bundles import PinSetUnknown, RevisionUnknown
 from kernel_depot.catalog.database import reading
 from kernel_depot.catalog.tables import Job
 from kernel_depot.jobs.engine import EngineNotRunning, submit_materialize
@@ -49,6 +49,11 @@ class MaterializeRequest(BaseModel):
     pins: list[PinSetName] | None = Field(
         default=None, min_length=1, description="Names of pin sets; all of them."
     )
+    revisions: list[Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]] | None = Field(
+        default=None,
+        min_length=1,
+        description="Recorded revisions, current or not, in place of pin sets by name.",
+    )
     cuda: list[str] | None = Field(default=None, min_length=1, description="Only pins for these CUDA tags.")
     arch: list[str] | None = Field(
         default=None, min_length=1, description="Only pins for these architectures."
@@ -56,7 +61,7 @@ class MaterializeRequest(BaseModel):
 
 
 class ProgressDocument(BaseModel):
-    """How far a job is. A total is null until it is known."""
+    """How far a job is. A total is null until it is known. The members of a build are its modules."""
 
     bytes_done: int
     bytes_total: int | None
@@ -74,6 +79,10 @@ class JobDocument(BaseModel):
     asked_by: str = Field(description="The name of the token that asked.")
     progress: ProgressDocument
     wheels: list[dict[str, Any]] = Field(description="Each wheel's stage, and in the end its outcome.")
+    modules: list[dict[str, Any]] = Field(
+        description="Of a build: each module's state (`planned`, `compiling`, `built`, `cached`, `fetched`, "
+        "`failed`), and what is known of it."
+    )
     problem: dict[str, Any] | None = Field(description="Why it failed (RFC 9457).")
     created_at: datetime
     updated_at: datetime
@@ -101,7 +110,15 @@ _ACCESS = (TokenMissing, TokenRefused, ScopeInsufficient)
                 "Location": {"description": "The job.", "schema": {"type": "string"}},
             }
         },
-        **documented(RequestInvalid, PlatformError, *_ACCESS, PinSetUnknown, BodyTooLarge, EngineNotRunning),
+        **documented(
+            RequestInvalid,
+            PlatformError,
+            *_ACCESS,
+            PinSetUnknown,
+            RevisionUnknown,
+            BodyTooLarge,
+            EngineNotRunning,
+        ),
     },
 )
 def materialize(
@@ -114,9 +131,12 @@ def materialize(
 
     The pin sets are taken as they are now. The job survives the server; ask `Location` how far it is.
     """
+    if wanted.pins is not None and wanted.revisions is not None:
+        raise RequestInvalid("give `pins` or `revisions`, not both", where="revisions")
     job_id = submit_materialize(
         depot,
         pin_sets=wanted.pins,
+        revisions=wanted.revisions,
         cuda=[CudaTag.parse(text) for text in wanted.cuda] if wanted.cuda is not None else None,
         arch=[Arch.parse(text) for text in wanted.arch] if wanted.arch is not None else None,
         asked_by=caller.name,
@@ -181,6 +201,7 @@ def _document(job: Job) -> JobDocument:
             members_total=job.members_total,
         ),
         wheels=job.wheels,
+        modules=job.modules,
         problem=job.problem,
         created_at=job.created_at,
         updated_at=job.updated_at,

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from kernel_depot.builder.errors import BuildError, ModuleUriUnknown, PlanInvalid, PlanUnreadable
 from kernel_depot.builder.families import Request, Value, request_family, request_generator, request_uri
 from kernel_depot.digest import sha256_bytes
-from kernel_depot.pins.pin import IndexOrigin, Origin, UrlOrigin
+from kernel_depot.pins.pin import IndexOrigin, UrlOrigin
 from kernel_depot.platform import CudaTag, PlatformError, Sm
 from kernel_depot.shipped import shipped_dir
 
@@ -38,7 +38,7 @@ class PinnedWheel:
     version: str
     filename: str
     sha256: str
-    origin: Origin
+    origin: IndexOrigin | UrlOrigin
     size: int | None = None
 
 
@@ -199,7 +199,7 @@ def _source(source: _Source, problems: list[str]) -> PinnedWheel | None:
     if (source.index is None) == (source.url is None):
         problems.append("source: give either `index` or `url`")
         return None
-    origin: Origin = IndexOrigin(source.index) if source.index else UrlOrigin(str(source.url))
+    origin = IndexOrigin(source.index) if source.index else UrlOrigin(str(source.url))
     start = re.sub(r"[-_.]+", "_", source.project).lower() + f"-{source.version}-"
     if not source.filename.lower().startswith(start):
         problems.append(f"source.filename: expected {start}…whl, found {source.filename}")

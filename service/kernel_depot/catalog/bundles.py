@@ -50,6 +50,14 @@ class PinSetUnknown(CatalogError):
     status = 404
 
 
+class RevisionUnknown(CatalogError):
+    """A digest that names no revision of this depot's pin sets, or none of the set asked about."""
+
+    slug = "revision-unknown"
+    title = "No such revision"
+    status = 404
+
+
 class GroupUnknown(CatalogError):
     """A module group that none of the resolved pin sets has."""
 
@@ -131,6 +139,20 @@ def known_pin_sets(session: Session, names: Sequence[str] | None) -> list[PinSet
             expected=", ".join(known) or "none is recorded",
             found=", ".join(unknown),
             remedy="record it with POST /v1/pins or `kernel-depot materialize`",
+        )
+    return sets
+
+
+def known_revisions(session: Session, digests: Sequence[str]) -> list[PinSet]:
+    """Return recorded revisions, be they current or not. Raise RevisionUnknown."""
+    found = [queries.pin_set_revision(session, digest) for digest in dict.fromkeys(digests)]
+    sets = [pin_set for pin_set in found if pin_set is not None]
+    if unknown := sorted(set(digests) - {pin_set.digest for pin_set in sets}):
+        raise RevisionUnknown(
+            f"this depot has no revision {', '.join(unknown)}",
+            where="revisions",
+            found=unknown,
+            remedy="see GET /v1/pins/{name}/revisions",
         )
     return sets
 

@@ -62,7 +62,7 @@ def acquire(engine: Engine, key: str, *, seconds: float) -> Acquired | Held:
 
 def _take(session: Session, key: str, owner: str, *, seconds: float, replacing: str | None) -> bool:
     """Insert the lease, or take over an expired one or that of the owner `replacing`, in one statement."""
-    moment = _moment(session)
+    moment = clock(session)
     values = {
         "owner": owner,
         "holder": f"{socket.gethostname()} pid {os.getpid()}",
@@ -87,7 +87,7 @@ def renew(engine: Engine, lease: Acquired, *, seconds: float) -> bool:
         result = session.connection().execute(
             update(Lease)
             .where(col(Lease.key) == lease.key, col(Lease.owner) == lease.owner)
-            .values(expires_at=_moment(session) + timedelta(seconds=seconds))
+            .values(expires_at=clock(session) + timedelta(seconds=seconds))
         )
         return result.rowcount == 1
 
@@ -126,7 +126,7 @@ def kept(engine: Engine, lease: Acquired, *, seconds: float) -> Iterator[None]:
 def is_live(session: Session, key: str) -> bool:
     """Tell whether someone who may be alive holds the lease."""
     lease = session.exec(select(Lease).where(Lease.key == key)).one_or_none()
-    return lease is not None and lease.expires_at >= _moment(session) and not is_dead(lease.owner)
+    return lease is not None and lease.expires_at >= clock(session) and not is_dead(lease.owner)
 
 
 def remove_dead(engine: Engine) -> int:
@@ -139,7 +139,7 @@ def remove_dead(engine: Engine) -> int:
     return len(dead)
 
 
-def _moment(session: Session) -> datetime:
+def clock(session: Session) -> datetime:
     """Return the database's clock where it is shared by machines, this machine's for SQLite."""
     if session.get_bind().dialect.name == "postgresql":
         moment: datetime = session.exec(select(func.clock_timestamp())).one()

@@ -41,6 +41,17 @@ class PinSetFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RevisionFacts:
+    """A revision of a pin set; `materialized` tells whether every wheel of it was brought in."""
+
+    revision: str
+    origin: str
+    created_at: datetime
+    current: bool
+    materialized: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactFacts:
     """One artifact of one ingested wheel, with what inspection found in it."""
 
@@ -94,6 +105,43 @@ def pin_set_revision(session: Session, digest: str) -> pins.PinSet | None:
         origin=revision.origin,
         groups=tuple(ModuleGroup.from_json(group) for group in revision.groups),
     )
+
+
+def revisions(session: Session, name: str, *, limit: int = 100) -> list[RevisionFacts]:
+    """Return what was recorded under a pin set's name, the newest first."""
+    query = (
+        select(PinSetRevision)
+        .where(PinSetRevision.name == name)
+        .order_by(col(PinSetRevision.created_at).desc(), col(PinSetRevision.digest))
+    )
+    return _revision_facts(session, name, list(session.exec(query.limit(limit))))
+
+
+def revision(session: Session, name: str, digest: str) -> RevisionFacts | None:
+    """Return one revision of a pin set, None when the set has no such revision."""
+    row = session.get(PinSetRevision, digest)
+    if row is None or row.name != name:
+        return None
+    return _revision_facts(session, name, [row])[0]
+
+
+def _revision_facts(session: Session, name: str, rows: Sequence[PinSetRevision]) -> list[RevisionFacts]:
+    named = session.get(PinSet, name)
+    lacking = select(PinRow.revision).where(
+        col(PinRow.revision).in_([row.digest for row in rows]),
+        col(PinRow.sha256).not_in(select(Wheel.sha256)),
+    )
+    absent = set(session.exec(lacking.distinct()))
+    return [
+        RevisionFacts(
+            revision=row.digest,
+            origin=row.origin,
+            created_at=row.created_at,
+            current=named is not None and named.revision == row.digest,
+            materialized=row.digest not in absent,
+        )
+        for row in rows
+    ]
 
 
 def current_pin_sets(session: Session, names: Sequence[str] | None = None) -> list[pins.PinSet]:

@@ -270,7 +270,7 @@ class Build(SQLModel, table=True):
 
 
 class BuiltModule(SQLModel, table=True):
-    """A compiled module under its key, the digest of all that decides its bytes. `record` tells how it was made."""
+    """A compiled module by its key, the digest of all that decides its bytes. `record`: how it was made."""
 
     __tablename__ = "built_module"
 

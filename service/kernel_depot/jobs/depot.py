@@ -11,6 +11,7 @@ from sqlalchemy import Engine
 
 from kernel_depot.catalog import leases, record
 from kernel_depot.catalog.database import check_schema, open_database, upgrade, writing
+from kernel_depot.jobs import uploads
 from kernel_depot.settings import Settings
 from kernel_depot.store.blobs import Store
 from kernel_depot.store.location import open_store
@@ -58,6 +59,7 @@ def open_depot(settings: Settings, *, store: Store | None = None) -> Depot:
             for sha256 in recovery.dropped_forms:
                 record.record_zstd(session, sha256, state="pending")
     depot.store.settle(older_than=_WRITTEN_BACK)
+    uploads.remove_abandoned(engine, depot.store)
     for path in depot.incoming.iterdir():
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > _ABANDONED:

@@ -183,13 +183,15 @@ def submit_materialize(
     depot: Depot,
     *,
     pin_sets: Sequence[str] | None = None,
+    revisions: Sequence[str] | None = None,
     cuda: Sequence[CudaTag] | None = None,
     arch: Sequence[Arch] | None = None,
     asked_by: str,
 ) -> str:
     """Hand in a job that brings in the wheels of pin sets as they are now; return its id.
 
-    `pin_sets` None means all. Raise EngineNotRunning, and PinSetUnknown for a name nobody recorded.
+    `pin_sets` None means all. `revisions` names recorded revisions instead, current or not.
+    Raise EngineNotRunning, PinSetUnknown for a name nobody recorded, and RevisionUnknown.
     """
     with _lock:
         if _running is None or _running.depot is not depot:
@@ -197,9 +199,12 @@ def submit_materialize(
                 "no job engine runs in this process", remedy="ask a server started by `kernel-depot serve`"
             )
     with reading(depot.engine) as session:
-        revisions = [(pin_set.name, pin_set.digest) for pin_set in bundles.known_pin_sets(session, pin_sets)]
+        if revisions is not None:
+            sets = bundles.known_revisions(session, revisions)
+        else:
+            sets = bundles.known_pin_sets(session, pin_sets)
     request = {
-        "pin_sets": [{"name": name, "revision": revision} for name, revision in revisions],
+        "pin_sets": [{"name": pin_set.name, "revision": pin_set.digest} for pin_set in sets],
         "cuda": [str(tag) for tag in cuda] if cuda is not None else None,
         "arch": [str(word) for word in arch] if arch is not None else None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,11 @@ from kernel_depot.errors import DepotError
 from kernel_depot.jobs.depot import Depot, open_depot
 from kernel_depot.jobs.ingest import Ready, fetch_pinned, pin_arch, ready
 from kernel_depot.jobs.progress import Progress, Stage, Step, silent
-from kernel_depot.pins.pin import IndexOrigin, Pin, PinSet
+from kernel_depot.liveness import process_name
+from kernel_depot.pins.pin import IndexOrigin, Pin, PinSet, StoreOrigin
 from kernel_depot.platform import Arch, CudaTag
 from kernel_depot.wheels.fetch import Fetched
+from kernel_depot.wheels.fetch_problems import WheelHashMismatch, WheelNotUploaded
 
 __all__ = ["Depot", "materialize_pin_set", "materialize_pin_sets", "materialize_wheel", "open_depot"]
 
@@ -244,6 +247,8 @@ def _bring(
 
 def _fetch(depot: Depot, pin: Pin, progress: Progress) -> Fetched:
     hosts: list[str] = []
+    if isinstance(pin.origin, StoreOrigin):
+        return _from_store(depot, pin)
     if isinstance(pin.origin, IndexOrigin):
         from kernel_depot.pins.index import locate
 
@@ -265,6 +270,36 @@ def _fetch(depot: Depot, pin: Pin, progress: Progress) -> Fetched:
         policy=depot.settings.fetch_policy(*hosts),
         progress=progress,
     )
+
+
+def _from_store(depot: Depot, pin: Pin) -> Fetched:
+    """Copy an uploaded wheel out of a store that has no file of it, verified. Raise WheelNotUploaded."""
+    dest = depot.incoming / pin.sha256
+    if depot.store.size(pin.sha256) is None:
+        raise WheelNotUploaded(
+            f"{pin.filename} is pinned as one of this depot's own, but it was not uploaded",
+            where=f"the store, sha256:{pin.sha256}",
+            remedy="publish it again: kernel-depot build PLAN --publish URL",
+        )
+    private = dest.with_name(f"{dest.name}.{process_name()}")
+    digest = hashlib.sha256()
+    try:
+        with private.open("xb") as file:
+            for piece in depot.store.read(pin.sha256):
+                digest.update(piece)
+                file.write(piece)
+        if digest.hexdigest() != pin.sha256:
+            raise WheelHashMismatch(
+                "the store's bytes are not those that the pin names",
+                where=f"the store, sha256:{pin.sha256}",
+                expected=pin.sha256,
+                found=digest.hexdigest(),
+                remedy="publish the wheel again",
+            )
+        private.rename(dest)
+    finally:
+        private.unlink(missing_ok=True)
+    return Fetched(dest, dest.stat().st_size, attempts=0, resumed_bytes=0, url=str(pin.origin))
 
 
 def _publish(depot: Depot, pin: Pin, work: Ready, progress: Progress, started: float) -> Ingested:

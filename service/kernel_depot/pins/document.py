@@ -270,11 +270,15 @@ class _Reader:
         given = [key for key in ("url", "index", "store") if key in table]
         if len(given) > 1:
             words = " and ".join(map(repr, given))
-            self.note((*path, given[-1]), "origin-both", f"give one of 'url', 'index' and 'store', not {words}")
+            self.note(
+                (*path, given[-1]), "origin-both", f"give one of 'url', 'index' and 'store', not {words}"
+            )
             return None
         if "store" in table:
             if table["store"] is not True:
-                self.note((*path, "store"), "bad-store", f"'store' can only be true, found {table['store']!r}")
+                self.note(
+                    (*path, "store"), "bad-store", f"'store' can only be true, found {table['store']!r}"
+                )
                 return None
             return StoreOrigin()
         if "index" in table:

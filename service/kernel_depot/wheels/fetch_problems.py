@@ -171,6 +171,14 @@ class WheelHashMismatch(FetchError):
     title = "Wheel does not match its pin"
 
 
+class WheelNotUploaded(FetchError):
+    """A wheel pinned as one of the depot's own that its store does not hold."""
+
+    slug = "wheel-not-uploaded"
+    title = "The wheel was not uploaded"
+    status = 404
+
+
 class DiskFull(FetchError):
     """No room for the download."""
 
