@@ -80,8 +80,8 @@ class JobDocument(BaseModel):
     progress: ProgressDocument
     wheels: list[dict[str, Any]] = Field(description="Each wheel's stage, and in the end its outcome.")
     modules: list[dict[str, Any]] = Field(
-        description="Of a build: each module's state (`planned`, `compiling`, `built`, `cached`, `fetched`, "
-        "`failed`), and what is known of it."
+        description="Of a build: each module's state (`planned`, `compiling`, `built`, `cached`, `shared`, "
+        "`merged`, `failed`), and what is known of it."
     )
     problem: dict[str, Any] | None = Field(description="Why it failed (RFC 9457).")
     created_at: datetime

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
 from functools import lru_cache
@@ -25,6 +25,7 @@ from kernel_depot.builder.errors import (
 from kernel_depot.builder.plan import PinnedWheel, Plan
 from kernel_depot.builder.provenance import read_statement, statement, write_statement
 from kernel_depot.builder.recipes import Recipe, known_recipe, make_recipes
+from kernel_depot.builder.sharing import SharedModules, Sharing
 from kernel_depot.builder.slots import Slots
 from kernel_depot.builder.source import Progress, bring, source_tree, unpack_wheel
 from kernel_depot.builder.toolchain import Toolchain, check_tvm_ffi, find_ninja, open_toolchain
@@ -44,6 +45,7 @@ class State(str, Enum):
 
     CACHED = "cached"
     MERGED = "merged"
+    SHARED = "shared"
     PLANNED = "planned"
     COMPILING = "compiling"
     BUILT = "built"
@@ -122,7 +124,8 @@ class BuildOptions:
     """How a plan is built. `modules` are URIs or families and `sms` other SMs than the plan's: none, all.
 
     `roots` are CUDA directories in the order of preference; `source` is the source wheel as a file;
-    `merge` are wheels of parts of the plan that were built elsewhere.
+    `merge` are wheels of parts of the plan that were built elsewhere. `shared` has modules that other
+    machines built, and gets those of this one. Whoever sets `stop` ends the build with Stopped.
     """
 
     out: Path
@@ -133,6 +136,8 @@ class BuildOptions:
     source: Path | None = None
     merge: Sequence[Path] = ()
     dry_run: bool = False
+    shared: SharedModules | None = None
+    stop: Event = field(default_factory=Event)
 
 
 def build(
@@ -146,8 +151,8 @@ def build(
 ) -> BuildReport:
     """Build a plan's modules and write their wheel with its statement.
 
-    What is in the cache or in the merged parts is not compiled. When modules fail, the others are still
-    compiled and kept, no wheel is written, and the one error or ModulesFailed with all of them is raised.
+    What is in the cache, in the merged parts or shared is not compiled. When modules fail, the others are
+    still compiled and kept, no wheel is written, and the one error or ModulesFailed with all is raised.
     """
     started, clock = datetime.now(timezone.utc), time.monotonic()
     wanted = plan.narrowed(sms=options.sms)
@@ -165,15 +170,22 @@ def build(
     recipes = _recipes(wanted, toolchain, cache=cache, tree=tree)
     chosen = _chosen(recipes, options.modules, wanted)
     merged = _merged(options.merge, wanted, cache=cache)
+    keys = {
+        recipe.uri: recipe.key(source=wanted.source.sha256, toolchain=toolchain.digest) for recipe in chosen
+    }
     found: dict[str, tuple[BuiltModule, Path]] = {}
     states: dict[str, ModuleState] = {}
+    known = {uri: pair for uri, key in keys.items() if (pair := cache.module(key)) is not None}
+    sharing = Sharing(options.shared, cache=cache, stop=options.stop)
+    sharing.look(list(keys.values()))
     for recipe in chosen:
-        pair = merged.get(recipe.uri)
-        state = State.MERGED
+        state, pair = State.MERGED, merged.get(recipe.uri)
         if pair is None:
-            key = recipe.key(source=wanted.source.sha256, toolchain=toolchain.digest)
-            pair = cache.module(key)
-            state = State.CACHED if pair is not None else State.PLANNED
+            state, pair = State.CACHED, known.get(recipe.uri)
+        if pair is None:
+            state, pair = State.SHARED, sharing.take(recipe, keys[recipe.uri])
+        if pair is None:
+            state = State.PLANNED
         states[recipe.uri] = ModuleState(
             recipe.uri, state, recipe.sources, recipe.sms, pair[0] if pair else None
         )
@@ -184,9 +196,19 @@ def build(
     wheel: BuiltWheel | None = None
     path: Path | None = None
     if not options.dry_run:
+        for pair in known.values():
+            sharing.give(*pair)
         if missing:
             built = _compile_all(
-                missing, wanted, toolchain, tree=tree(), jobs=options.jobs, cache=cache, watch=watch
+                missing,
+                wanted,
+                toolchain,
+                tree=tree(),
+                jobs=options.jobs,
+                cache=cache,
+                watch=watch,
+                sharing=sharing,
+                stop=options.stop,
             )
             for recipe in missing:
                 found[recipe.uri] = built[recipe.uri]
@@ -309,8 +331,9 @@ def _compile_all(
     jobs: int,
     cache: BuildCache,
     watch: Watch,
+    sharing: Sharing,
+    stop: Event,
 ) -> dict[str, tuple[BuiltModule, Path]]:
-    stop = Event()
     ninja = find_ninja()
     done: dict[str, tuple[BuiltModule, Path]] = {}
     refused: list[BuildError] = []
@@ -335,14 +358,18 @@ def _compile_all(
             try:
                 watch(ModuleState(recipe.uri, State.COMPILING, recipe.sources, recipe.sms))
                 built, library = compile_module(recipe, shop)
-                watch(ModuleState(recipe.uri, State.BUILT, recipe.sources, recipe.sms, built))
-                return built, library
+            except Stopped:
+                watch(ModuleState(recipe.uri, State.PLANNED, recipe.sources, recipe.sms))
+                raise
             except BuildError as error:
                 problem = error.problem()
                 watch(ModuleState(recipe.uri, State.FAILED, recipe.sources, recipe.sms, problem=problem))
                 raise
             finally:
                 slots.give()
+            watch(ModuleState(recipe.uri, State.BUILT, recipe.sources, recipe.sms, built))
+            sharing.give(built, library)
+            return built, library
 
         with ThreadPoolExecutor(jobs, thread_name_prefix="module") as pool:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernel_depot.errors import DepotError
+from kernel_depot.errors import PROBLEM_NAMESPACE, DepotError
 
 
 class BuildError(DepotError):
@@ -143,3 +143,31 @@ class ModulesFailed(BuildError):
 
     slug = "build-modules-failed"
     title = "Not every module could be built"
+
+
+class DepotUnreachable(BuildError):
+    """A depot that does not answer, or answers that it cannot serve now."""
+
+    slug = "build-depot-unreachable"
+    title = "The depot does not answer"
+    status = 503
+
+
+class DepotRefused(BuildError):
+    """What a depot answers a builder when it refuses; `server_type` is the depot's own problem type."""
+
+    slug = "build-depot-refused"
+    title = "The depot refuses"
+    status = 502
+
+    def says(self, *slugs: str) -> bool:
+        """Tell whether the depot's problem is one of these kinds."""
+        return str(self.data.get("server_type") or "").removeprefix(PROBLEM_NAMESPACE) in slugs
+
+
+class PublishFailed(BuildError):
+    """A wheel that was uploaded but could not be brought in; no pin set means it."""
+
+    slug = "build-publish-failed"
+    title = "The wheel was not published"
+    status = 502

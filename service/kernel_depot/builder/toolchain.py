@@ -91,6 +91,16 @@ def candidates(cuda: CudaTag, *, named: Sequence[Path], search_path: str) -> lis
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
+def buildable(arch: Arch, *, roots: Sequence[Path]) -> list[CudaTag]:
+    """Return the CUDA versions that this machine can compile with: the roots', and those that are pinned."""
+    found = {tag for root in roots if (tag := _version(root)) is not None and _lacks(root, tag) is None}
+    for path in (shipped_dir("builds") / "toolchains").glob("*.toml"):
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["wheel"]
+        if any(row["part"] == "compiler" and row["arch"] == str(arch) for row in rows):
+            found.add(CudaTag.parse(path.stem))
+    return sorted(found)
+
+
 def open_toolchain(
     plan: Plan, *, cache: BuildCache, roots: Sequence[Path], bring: Bring, search_path: str = HOST_PATH
 ) -> Toolchain:
@@ -262,11 +272,21 @@ def _lacks(root: Path, cuda: CudaTag) -> str | None:
             return f"has no {name}"
     if not any((root / name).exists() for name in ("lib64/libcudart.so", "lib/libcudart.so")):
         return "has no libcudart.so"
-    match = re.search(r"^#define CUDA_VERSION (\d+)", (root / "include/cuda.h").read_text("latin-1"), re.M)
-    version = int(match[1]) if match else 0
-    if (version // 1000, version % 1000 // 10) != (cuda.major, cuda.minor):
-        return f"is CUDA {version // 1000}.{version % 1000 // 10}, the plan wants {cuda.major}.{cuda.minor}"
+    found = _version(root)
+    if found != cuda:
+        there = f"CUDA {found.major}.{found.minor}" if found is not None else "no CUDA that tells its version"
+        return f"is {there}, the plan wants {cuda.major}.{cuda.minor}"
     return None
+
+
+def _version(root: Path) -> CudaTag | None:
+    """Return the version that a CUDA directory's header tells."""
+    try:
+        text = (root / "include/cuda.h").read_text("latin-1")
+    except OSError:
+        return None
+    match = re.search(r"^#define CUDA_VERSION (\d+)", text, re.M)
+    return CudaTag(int(match[1]) // 1000, int(match[1]) % 1000 // 10) if match else None
 
 
 def _has(root: Path, part: str) -> bool:

@@ -34,7 +34,7 @@ class ExtraMissing(DepotError):
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("kernel_depot.cli.demo", "Show the whole way of the data on this machine.", "server"),
-    "pins": Command("kernel_depot.cli.pins", "Check pin sets.", "server"),
+    "pins": Command("kernel_depot.cli.pins", "Check pin sets; list and activate revisions.", "server"),
     "materialize": Command(
         "kernel_depot.cli.materialize",
         "Bring pinned wheels into the store: fetch, verify, extract, record.",
@@ -46,6 +46,7 @@ COMMANDS: dict[str, Command] = {
     "build": Command(
         "kernel_depot.cli.build", "Compile kernel modules from a pinned source into a wheel.", "build"
     ),
+    "builder": Command("kernel_depot.cli.builder", "Build what a depot's administrators queue.", "build"),
     "sync": Command("kernel_depot.cli.sync", "Bring a bundle from a server into this node's cache."),
     "cache": Command("kernel_depot.cli.cache", "List and check what this node's cache holds."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),

@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Check pin sets.")
+app = typer.Typer(no_args_is_help=True, help="Check pin sets; list and activate their revisions.")
+
+ServerOption = Annotated[str, typer.Option("--server", envvar="KERNEL_DEPOT_SERVER", help="The depot's URL.")]
+TokenOption = Annotated[
+    str | None, typer.Option("--token", envvar="KERNEL_DEPOT_TOKEN", help="A bearer token of the depot.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the depot's answer as JSON.")]
 
 
 @app.callback()
 def pins() -> None:
-    """Check pin sets."""
+    """Check pin sets; list and activate their revisions."""
 
 
 @app.command()
@@ -42,3 +48,44 @@ def check(
         typer.echo(f"{count}: {errors} errors, {len(problems) - errors} warnings")
     if errors:
         raise typer.Exit(1)
+
+
+@app.command()
+def revisions(
+    name: Annotated[str, typer.Argument(help="A pin set of the depot.")],
+    server: ServerOption,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List what was recorded under a pin set's name, the newest first."""
+    from kernel_depot.builder.depot import Depot
+    from kernel_depot.cli.render import print_json
+
+    with Depot(server, token=token) as depot:
+        answer = depot.revisions(name)
+    if as_json:
+        print_json(answer)
+        return
+    for row in answer["revisions"]:
+        state = "current" if row["current"] else "materialized" if row["materialized"] else "proposed"
+        typer.echo(f"{row['revision']}  {state:12}  {row['created_at']}  {row['origin']}")
+
+
+@app.command()
+def activate(
+    name: Annotated[str, typer.Argument(help="A pin set of the depot.")],
+    revision: Annotated[str, typer.Argument(help="The revision that the name is to mean.")],
+    server: ServerOption,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a pin set's name mean a recorded revision whose wheels are in the store (scope admin)."""
+    from kernel_depot.builder.depot import Depot
+    from kernel_depot.cli.render import print_json
+
+    with Depot(server, token=token) as depot:
+        answer = depot.activate(name, revision)
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo(f"pin set {answer['name']}: revision {answer['revision']} is current")

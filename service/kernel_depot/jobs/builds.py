@@ -25,7 +25,7 @@ KIND: Final = "build"
 """The kind of a build's job."""
 
 _MOST_LOSSES = 3
-_SETTLED = frozenset({"built", "cached", "fetched", "merged"})
+_SETTLED = frozenset({"built", "cached", "shared", "merged"})
 
 
 class BuildClaimError(DepotError):
