@@ -7,12 +7,19 @@ and wait while `cuda/hold-<name>` exists.
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from kernel_depot.builder.build import BuildOptions, BuildReport, ModuleState, build
@@ -186,3 +193,71 @@ def bench(tmp_path: Path, make_wheel: Callable[..., Path]) -> Bench:
     files = {name: text.encode() for name, text in FILES.items()}
     wheel = make_wheel(files, project="flashinfer_python", version=VERSION, directory=tmp_path / "wheels")
     return Bench(tmp_path, wheel, toolkit(tmp_path / "cuda"))
+
+
+COMMAND = [sys.executable, "-m", "kernel_depot.cli.main"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A depot served by a process of its own, with its engine; claims hold for two seconds."""
+
+    url: str
+    data_dir: Path
+
+    def token(self, scope: str) -> str:
+        """Make a token."""
+        done = subprocess.run(
+            [*COMMAND, "tokens", "create", "--scope", scope, "--name", scope, "--data-dir", self.data_dir],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = re.search(r"kd_\S+", done.stdout)
+        assert found is not None, done.stdout
+        return found[0]
+
+    def get(self, path: str, *, status: int = 200) -> Any:
+        """Ask the depot."""
+        answer = httpx.get(self.url + path, trust_env=False)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: object, *, status: int) -> Any:
+        """Tell the depot something."""
+        answer = httpx.post(self.url + path, json=body, trust_env=False)
+        assert answer.status_code == status, answer.text
+        return answer.json() if answer.content else None
+
+    def reached(self, job_id: str, when: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Wait until a job is as it should be."""
+        deadline = time.monotonic() + 120
+        while True:
+            job: dict[str, Any] = self.get(f"/v1/jobs/{job_id}")
+            if when(job):
+                return job
+            assert time.monotonic() < deadline, job
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data_dir = tmp_path_factory.mktemp("depot")
+    log = data_dir / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--data-dir", data_dir, "--port", "0", "--allow-anonymous"],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env={**os.environ, "KERNEL_DEPOT_LEASE_SECONDS": "2"},
+        )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert "listening on" in line, log.read_text()
+        yield Served(line.split()[-1], data_dir)
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        process.stdout.close()

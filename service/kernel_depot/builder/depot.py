@@ -13,7 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from kernel_depot.builder.cache import BuiltModule, room
 from kernel_depot.builder.compile import Stopped
@@ -65,6 +65,14 @@ class Depot:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+    def require_admin(self) -> None:
+        """Raise DepotRefused unless the token may publish: said before hours are spent on compiling."""
+        try:
+            self._ask("GET", f"/v1/uploads/{'0' * 64}")
+        except DepotRefused as error:
+            if not error.says("upload-unknown"):
+                raise
 
     def upload(
         self, path: Path, *, sha256: str, name: str, progress: Progress, stop: Event | None = None
@@ -219,7 +227,7 @@ class Depot:
         retrying = Retrying(
             retry=retry_if_exception_type(DepotUnreachable),
             stop=stop_after_delay(self._patience if patience is None else patience),
-            wait=wait_exponential_jitter(initial=0.2, max=5.0),
+            wait=wait_random_exponential(multiplier=0.5, max=5.0),
             reraise=True,
         )
         return retrying(self._once, method, path, **request)

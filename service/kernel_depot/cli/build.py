@@ -132,6 +132,8 @@ def build(
     with ExitStack() as stack:
         url = publish or shared
         depot_or_none = stack.enter_context(Depot(url, token=token)) if url is not None else None
+        if publish is not None and depot_or_none is not None:
+            depot_or_none.require_admin()
         options = BuildOptions(
             out=out,
             jobs=jobs or len(os.sched_getaffinity(0)),
