@@ -79,7 +79,8 @@ def test_a_builder_that_was_killed_is_followed_and_nothing_is_compiled_twice(
 ) -> None:
     hold = bench.cuda / "hold-page.o"
     hold.touch()
-    # norm has more files, so it is compiled first
+    # Each bench has a source wheel of its own, so the depot has none of its modules; norm has more files than
+    # page, so it is compiled first.
     job_id = queued(bench, served, "killed", "page", "norm", activate=True)
     first = start("one")
     told = served.reached(job_id, lambda job: states(job) == {"norm": "built", "page": "compiling"})
@@ -107,8 +108,7 @@ def test_a_builder_asked_to_end_gives_the_build_back(
 ) -> None:
     hold = bench.cuda / "hold-page.o"
     hold.touch()
-    # a plan of its own, or the depot would have the modules of the test before
-    job_id = queued(bench, served, "ended", "page", sm=["sm90" if sent == signal.SIGTERM else "sm80"])
+    job_id = queued(bench, served, "ended", "page")
     builder = start("one")
     served.reached(job_id, lambda job: states(job) == {"page": "compiling"})
     builder.send_signal(sent)
@@ -137,7 +137,7 @@ def test_a_cancelled_build_ends_and_the_builder_takes_the_next(bench: Any, serve
     assert job["state"] == "failed"
     assert job["problem"]["type"].endswith(":build-header-missing")
     assert "curand" in job["problem"]["remedy"]
-    assert states(job) == {"rope": "failed", "norm": "built"} or states(job)["norm"] == "shared"
+    assert states(job) == {"rope": "failed", "norm": "built"}
     assert served.get(f"/v1/jobs/{job_id}")["problem"]["type"].endswith(":build-cancelled")
     served.get("/v1/pins/failing/revisions", status=404)
 

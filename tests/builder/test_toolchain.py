@@ -9,7 +9,14 @@ import pytest
 
 from kernel_depot.builder.cache import BuildCache
 from kernel_depot.builder.errors import ToolchainMissing
-from kernel_depot.builder.toolchain import candidates, check_tvm_ffi, examine, open_toolchain, pinned
+from kernel_depot.builder.toolchain import (
+    buildable,
+    candidates,
+    check_tvm_ffi,
+    examine,
+    open_toolchain,
+    pinned,
+)
 from kernel_depot.platform import Arch, CudaTag
 
 CU130 = CudaTag(13, 0)
@@ -82,3 +89,13 @@ def test_tvm_ffi_must_be_what_the_source_asks_for() -> None:
     with pytest.raises(ToolchainMissing) as caught:
         check_tvm_ffi(head + "Requires-Dist: apache-tvm-ffi<0.1\n", where="x")
     assert caught.value.expected == "apache-tvm-ffi<0.1"
+
+
+def test_what_a_machine_can_compile_with(bench: Any, tmp_path: Path) -> None:
+    assert buildable(Arch.X86_64, roots=[]) == [CU130]  # pinned
+    header = bench.cuda / "include/cuda.h"
+    header.write_text("#define CUDA_VERSION 12090\n")
+    roots = [tmp_path / "absent", bench.cuda]
+    assert buildable(Arch.AARCH64, roots=roots) == [CudaTag(12, 9), CU130]
+    (bench.cuda / "bin/nvcc").unlink()
+    assert buildable(Arch.AARCH64, roots=roots) == [CU130]

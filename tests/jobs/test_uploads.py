@@ -18,7 +18,10 @@ from kernel_depot.catalog.database import reading, writing
 from kernel_depot.catalog.tables import Blob, Upload, UploadPart
 from kernel_depot.jobs import uploads
 from kernel_depot.jobs.depot import Depot
+from kernel_depot.jobs.materialize import Failed, Ingested, materialize_wheel
 from kernel_depot.jobs.uploads import PART, Receiving, Stored
+from kernel_depot.pins.pin import Pin, StoreOrigin
+from kernel_depot.platform import Arch, CudaTag
 from kernel_depot.store.blobs import Form, StagedBlob
 
 
@@ -176,3 +179,50 @@ def test_what_nobody_comes_back_for_is_forgotten(embedded: Depot, tmp_path: Path
         )
     assert uploads.remove_abandoned(embedded.engine, embedded.store) == 1
     assert left(embedded) == ([digest(new)], [digest(new)], [digest(new)])
+
+
+def stored_pin(wheel: Path) -> Pin:
+    return Pin(
+        project="flashinfer_cubin",
+        version="1.0",
+        filename=wheel.name,
+        sha256=digest(wheel.read_bytes()),
+        cuda=CudaTag(13, 0),
+        arch=Arch.X86_64,
+        sm=None,
+        origin=StoreOrigin(),
+    )
+
+
+def test_an_uploaded_wheel_is_brought_in_from_the_store(depot: Depot, make_wheel: Any) -> None:
+    content = os.urandom(PART)
+    wheel = make_wheel({"flashinfer_cubin/cubins/x.h": content})
+    pin = stored_pin(wheel)
+    absent = materialize_wheel(depot, pin)
+    assert isinstance(absent, Failed)
+    assert absent.problem["type"].endswith(":wheel-not-uploaded")
+    data = wheel.read_bytes()
+    begin(depot, data)
+    for number in range(-(-len(data) // PART)):
+        take(depot, data, number)
+    complete(depot, data)
+    outcome = materialize_wheel(depot, pin)
+    assert isinstance(outcome, Ingested), outcome
+    assert outcome.downloaded == 0
+    assert depot.store.has([digest(content), pin.sha256]) == {digest(content), pin.sha256}
+    assert list(depot.incoming.iterdir()) == []
+
+
+def test_a_wheel_that_was_damaged_in_the_store_is_not_brought_in(embedded: Depot, make_wheel: Any) -> None:
+    wheel = make_wheel({"flashinfer_cubin/cubins/x.h": b"x"})
+    data = wheel.read_bytes()
+    begin(embedded, data)
+    take(embedded, data, 0)
+    complete(embedded, data)
+    path = embedded.store.path(digest(data))
+    assert path is not None
+    path.chmod(0o644)
+    path.write_bytes(data[:-1] + b"!")
+    outcome = materialize_wheel(embedded, stored_pin(wheel))
+    assert isinstance(outcome, Failed)
+    assert "wheel" in outcome.problem["type"]

@@ -41,6 +41,8 @@ def test_a_good_set_has_no_findings(tmp_path: Path) -> None:
         ('index = "pypi"', 'index = "pypi"\nrecord_sha256 = "1"', ("bad-hex", 5)),
         ('index = "pypi"', 'index = "https://index/"', ("bad-index", 4)),
         ('index = "pypi"', f'index = "pypi"\nurl = "https://host/{WHEEL}"', ("origin-both", 4)),
+        ('index = "pypi"', 'index = "pypi"\nstore = true', ("origin-both", 5)),
+        ('index = "pypi"', "store = false", ("bad-store", 4)),
         ('index = "pypi"\n', "", ("origin-none", 1)),
         ('index = "pypi"', f'url = "http://host/{WHEEL}"', ("url-not-https", 4)),
         ('index = "pypi"', f'url = "file:///tmp/{WHEEL}"', ("url-not-https", 4)),
