@@ -159,7 +159,7 @@ def build(
         return
     _print(report)
     if publication is not None:
-        _print_publication(publication)
+        _print_publication(publication, url=publish or "")
 
 
 def named_roots(cuda_home: Path | None) -> list[Path]:
@@ -217,13 +217,13 @@ def _print(report: BuildReport) -> None:
         print(f"{report.statement}")
 
 
-def _print_publication(publication: Publication) -> None:
+def _print_publication(publication: Publication, *, url: str) -> None:
     state = "current" if publication.active else "proposed"
     print(f"pin set {publication.pin_set}: revision {publication.revision} is {state}")
     for filename in publication.replaced:
         print(f"  in place of {filename}")
     if not publication.active:
-        print(f"  kernel-depot pins activate {publication.pin_set} {publication.revision} --server URL")
+        print(f"  kernel-depot pins activate {publication.pin_set} {publication.revision} --server {url}")
 
 
 def _words(text: str | None) -> list[str]:
