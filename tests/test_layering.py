@@ -21,11 +21,13 @@ ALLOWED = {
     "store": VALUES,
     "catalog": VALUES | {"pins", "wheels"},
     "jobs": VALUES | {"pins", "wheels", "store", "catalog", "settings"},
-    "api": VALUES | {"pins", "wheels", "store", "catalog", "jobs", "settings", "builder"},
+    "fleet": VALUES | {"pins", "catalog"},
+    "api": VALUES | {"pins", "wheels", "store", "catalog", "fleet", "jobs", "settings", "builder"},
     "builder": VALUES | {"pins", "wheels", "settings", "kernels"},
     "worker": VALUES,
     "kernels": VALUES | {"worker"},
     "smoke": VALUES | {"worker", "kernels"},
+    "agent": VALUES | {"worker", "smoke"},
     "opponent": VALUES | {"worker", "kernels"},
 }
 

@@ -52,7 +52,7 @@ def finished(depot: Depot, job_id: str) -> Job:
 
 def recorded(depot: Depot, pins: Path) -> None:
     with writing(depot.engine) as session:
-        record.record_pin_set(session, read_pin_set(pins, allow_file_urls=True))
+        record.record_pin_set(session, read_pin_set(pins, allow_file_urls=True), who="test")
 
 
 def test_a_job_brings_wheels_in_and_tells_its_progress(depot: Depot, pin_files: PinFiles) -> None:

@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI
 
 from kernel_depot.api import (
     artifacts,
+    audit,
     benchmarks,
     blobs,
     builds,
@@ -16,16 +17,20 @@ from kernel_depot.api import (
     bundles,
     health,
     jobs,
+    matrix,
     metrics,
     modules,
+    nodes,
     pins,
     problems,
     provenance,
     resolve,
     stream,
     uploads,
+    warmups,
 )
 from kernel_depot.api.limits import BodyLimit, known_parameters
+from kernel_depot.fleet.watch import Watch
 from kernel_depot.jobs.depot import Depot
 
 DESCRIPTION = """\
@@ -49,6 +54,7 @@ _TAGS = [
     {"name": "uploads", "description": "Bytes that an administrator brings, in parts."},
     {"name": "builds", "description": "Plans queued for builders, and what they compiled."},
     {"name": "benchmarks", "description": "What nodes measured against the opponent."},
+    {"name": "fleet", "description": "Nodes, what they are to have, warmups, smoke results, the audit log."},
     {"name": "health", "description": "For orchestrators and monitoring; no token needed."},
 ]
 
@@ -81,6 +87,7 @@ def create_app(depot: Depot) -> FastAPI:
         dependencies=[Depends(known_parameters)],
     )
     app.state.depot = depot
+    app.state.watch = Watch(depot.engine)
     app.state.instruments = metrics.Instruments(depot.engine)
     problems.install(app)
     for room in (
@@ -97,6 +104,10 @@ def create_app(depot: Depot) -> FastAPI:
         built_modules,
         provenance,
         benchmarks,
+        nodes,
+        matrix,
+        warmups,
+        audit,
         health,
         metrics,
     ):

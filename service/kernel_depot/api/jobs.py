@@ -158,7 +158,7 @@ def list_jobs(
 ) -> JobList:
     """List the latest jobs, newest first."""
     with reading(depot.engine) as session:
-        return JobList(jobs=[_document(job) for job in queries.jobs(session, limit=limit)])
+        return JobList(jobs=[job_document(job) for job in queries.jobs(session, limit=limit)])
 
 
 @router.get(
@@ -184,10 +184,11 @@ def get_job(
         job = queries.job(session, job_id)
     if job is None:
         raise JobUnknown(f"there is no job {job_id!r}", where="jobs", found=job_id, remedy="see GET /v1/jobs")
-    return _document(job)
+    return job_document(job)
 
 
-def _document(job: Job) -> JobDocument:
+def job_document(job: Job) -> JobDocument:
+    """Return a job as the API tells it."""
     return JobDocument(
         id=job.id,
         kind=job.kind,

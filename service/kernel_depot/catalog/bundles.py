@@ -100,6 +100,18 @@ def resolve_bundle(
     Raise PinSetUnknown, ModuleUnknown, GroupUnknown, and NothingFits or PinsConflict of `pins.resolve`.
     """
     sets = known_pin_sets(session, pin_sets)
+    return resolve_revisions(session, sets, platform=platform, modules=modules, groups=groups)
+
+
+def resolve_revisions(
+    session: Session,
+    sets: Sequence[PinSet],
+    *,
+    platform: Platform,
+    modules: Sequence[str] | None = None,
+    groups: Sequence[str] = (),
+) -> ResolvedBundle:
+    """Return the bundle for a platform from recorded revisions, current or not; as `resolve_bundle`."""
     resolution = resolve(sets, platform)
     pins = [choice.pin for choice in resolution.choices]
     wheels = {wheel.sha256: wheel for wheel in queries.wheels(session, {pin.sha256 for pin in pins})}

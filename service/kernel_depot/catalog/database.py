@@ -22,7 +22,7 @@ from kernel_depot.catalog.errors import (
 )
 from kernel_depot.shipped import shipped_dir
 
-SCHEMA_HEAD = "0004"  # the newest revision in migrations/; known here so that a check needs no Alembic
+SCHEMA_HEAD = "0005"  # the newest revision in migrations/; known here so that a check needs no Alembic
 _LOCK = 0x6B64_7570  # the advisory lock that upgrades of one PostgreSQL database take
 _BUSY_SECONDS = 60
 

@@ -15,15 +15,18 @@ from sqlalchemy import delete, insert, update
 from sqlmodel import Session, SQLModel, col, select
 
 import kernel_depot.pins.pin as pins
+from kernel_depot.catalog import changes
 from kernel_depot.catalog.database import upsert
 from kernel_depot.catalog.tables import (
     Blob,
+    Canary,
     Inspection,
     Job,
     Member,
     PinRow,
     PinSet,
     PinSetRevision,
+    RevisionFailure,
     Token,
     Wheel,
     WheelFailure,
@@ -57,10 +60,10 @@ def _insert_plain(session: Session, statement: Any, rows: Sequence[dict[str, Any
     connection.exec_driver_sql(str(compiled), values)
 
 
-def record_pin_set(session: Session, pin_set: pins.PinSet) -> bool:
+def record_pin_set(session: Session, pin_set: pins.PinSet, *, who: str, why: str | None = None) -> bool:
     """Record a revision and make it what its name means. Return whether that changed anything."""
     record_revision(session, pin_set)
-    return make_current(session, pin_set.name, pin_set.digest)
+    return make_current(session, pin_set.name, pin_set.digest, who=who, why=why)
 
 
 def record_revision(session: Session, pin_set: pins.PinSet) -> bool:
@@ -84,11 +87,29 @@ def record_revision(session: Session, pin_set: pins.PinSet) -> bool:
     return True
 
 
-def make_current(session: Session, name: str, revision: str) -> bool:
-    """Let a pin set's name mean a recorded revision from now on. Return whether that changed anything."""
+def make_current(
+    session: Session,
+    name: str,
+    revision: str,
+    *,
+    who: str,
+    why: str | None = None,
+    action: str = "activated",
+) -> bool:
+    """Let a pin set's name mean a recorded revision from now on. Return whether that changed anything.
+
+    The change is audited and told to the fleet; a canary of that revision is over, and its failure forgotten.
+    """
+    session.connection().execute(
+        delete(Canary).where(col(Canary.name) == name, col(Canary.revision) == revision)
+    )
+    session.connection().execute(delete(RevisionFailure).where(col(RevisionFailure.revision) == revision))
     named = session.get(PinSet, name)
     if named is not None and named.revision == revision:
         return False
+    before = named.revision if named is not None else None
+    changes.audit(session, who=who, action=action, subject=name, before=before, after=revision, why=why)
+    changes.touch_fleet(session)
     if named is None:
         session.add(PinSet(name=name, revision=revision, updated_at=now()))
     else:
@@ -173,6 +194,7 @@ def record_wheel(
             [_inspection_row(*item) for item in sorted(inspections.items())],
         )
     session.connection().execute(delete(WheelFailure).where(col(WheelFailure.sha256) == sha256))
+    changes.touch_fleet(session)
 
 
 def _blob_row(sha256: str, size: int, *, state: str = "pending") -> dict[str, Any]:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Column, DateTime, Dialect, Index, Text, TypeDecorator, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Connection,
+    DateTime,
+    Dialect,
+    Index,
+    Table,
+    Text,
+    TypeDecorator,
+    event,
+    text,
+)
 from sqlmodel import Field, SQLModel
 
 
@@ -314,3 +327,166 @@ class UploadPart(SQLModel, table=True):
     upload: str = Field(primary_key=True, foreign_key="upload.sha256", max_length=64)
     number: int = Field(primary_key=True)
     sha256: str = Field(max_length=64, index=True)
+
+
+class Canary(SQLModel, table=True):
+    """A revision that the nodes with a label get before the pin set's name means it.
+
+    It becomes current once `require` of them are ready with it; one that fails its smoke ends it.
+    """
+
+    __tablename__ = "canary"
+
+    name: str = Field(primary_key=True, foreign_key="pin_set.name")
+    revision: str = Field(foreign_key="pin_set_revision.digest", max_length=64)
+    label: str
+    value: str
+    require: int
+    begun_by: str
+    begun_at: datetime = _moment()
+
+
+class RevisionFailure(SQLModel, table=True):
+    """Why a revision was given up as a canary. Cleared when an administrator tries it again."""
+
+    __tablename__ = "revision_failure"
+
+    revision: str = Field(primary_key=True, foreign_key="pin_set_revision.digest", max_length=64)
+    problem: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    failed_at: datetime = _moment()
+
+
+class AuditEntry(SQLModel, table=True):
+    """One change that somebody made, and why. Rows are only ever added; the database refuses the rest."""
+
+    __tablename__ = "audit_entry"
+
+    id: int | None = Field(default=None, primary_key=True)
+    at: datetime = _moment(index=True)
+    who: str
+    action: str = Field(index=True)
+    subject: str = Field(index=True)
+    before: str | None = None
+    after: str | None = None
+    why: str | None = Field(default=None, sa_column=Column(Text, nullable=True))
+    facts: dict[str, Any] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+
+
+class FleetVersion(SQLModel, table=True):
+    """A number that grows whenever what nodes are to have may have changed. One row."""
+
+    __tablename__ = "fleet_version"
+
+    id: int = Field(primary_key=True)
+    number: int = _size()
+
+
+class Node(SQLModel, table=True):
+    """A machine that runs the agent: what it said of itself, and what it last told of its state."""
+
+    __tablename__ = "node"
+
+    name: str = Field(primary_key=True)
+    labels: dict[str, str] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    cuda: str
+    arch: str
+    sm: str | None = None
+    gpus: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    driver: str | None = None
+    glibc: str | None = None
+    capacity_bytes: int | None = _size(nullable=True)
+    product: str
+    modules: list[str] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    groups: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    registered_by: str
+    registered_at: datetime = _moment()
+    heard_at: datetime = _moment(index=True)
+    state: str = "registered"
+    bundle: str | None = Field(default=None, max_length=64)  # what it has synced and smoked
+    bytes: int = _size()
+    seconds: float = 0.0
+    problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    reported_at: datetime | None = _moment(nullable=True)
+
+
+class SmokeResult(SQLModel, table=True):
+    """How a module did on a node under a driver, the last time it was tried there."""
+
+    __tablename__ = "smoke_result"
+
+    node: str = Field(primary_key=True, foreign_key="node.name")
+    sha256: str = Field(primary_key=True, max_length=64)
+    driver: str = Field(primary_key=True)
+    module: str = Field(index=True)
+    outcome: str
+    why: str = Field(default="", sa_column=Column(Text, nullable=False))
+    expected: str | None = Field(default=None, sa_column=Column(Text, nullable=True))
+    found: str | None = Field(default=None, sa_column=Column(Text, nullable=True))
+    seconds: float = 0.0
+    gpu: str | None = None
+    bundle: str = Field(max_length=64)
+    at: datetime = _moment()
+
+
+class Warmup(SQLModel, table=True):
+    """An order to bring pinned bytes to the store, then to nodes in waves. `id` is that of its job.
+
+    `revisions` are the digests to warm; `state`: filling, warming, paused, cancelled, succeeded, failed.
+    """
+
+    __tablename__ = "warmup"
+
+    id: str = Field(primary_key=True)
+    revisions: list[str] = Field(default_factory=list, sa_column=Column(JSON, nullable=False))
+    job: str | None = None  # the materialize job
+    labels: dict[str, str] = Field(default_factory=dict, sa_column=Column(JSON, nullable=False))
+    max_parallel: int
+    failure_share: float
+    deadline: datetime | None = _moment(nullable=True)
+    state: str = Field(index=True)
+    why: str | None = Field(default=None, sa_column=Column(Text, nullable=True))
+    asked_by: str
+    created_at: datetime = _moment(index=True)
+    updated_at: datetime = _moment()
+    finished_at: datetime | None = _moment(nullable=True)
+
+
+class WarmupNode(SQLModel, table=True):
+    """A node of a warmup: waiting, told, done, failed or unseen; `bytes` fetched in `seconds`."""
+
+    __tablename__ = "warmup_node"
+
+    warmup: str = Field(primary_key=True, foreign_key="warmup.id")
+    node: str = Field(primary_key=True, foreign_key="node.name")
+    bundle: str | None = Field(default=None, max_length=64)
+    state: str = "waiting"
+    bytes: int = _size()
+    seconds: float = 0.0
+    smoke: dict[str, int] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    problem: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON, nullable=True))
+    told_at: datetime | None = _moment(nullable=True)
+    ended_at: datetime | None = _moment(nullable=True)
+
+
+AUDIT_GUARDS: dict[str, tuple[str, ...]] = {
+    "sqlite": tuple(
+        f"CREATE TRIGGER audit_entry_no_{event_name.lower()} BEFORE {event_name} ON audit_entry "
+        "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
+        for event_name in ("UPDATE", "DELETE")
+    ),
+    "postgresql": (
+        "CREATE FUNCTION audit_entry_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$",
+        "CREATE TRIGGER audit_entry_append_only BEFORE UPDATE OR DELETE OR TRUNCATE ON audit_entry "
+        "FOR EACH STATEMENT EXECUTE FUNCTION audit_entry_append_only()",
+    ),
+}
+"""What makes each database refuse a change of the audit log; the migrations do the same."""
+
+
+def _guard_audit(_table: Table, connection: Connection, **_: Any) -> None:
+    for statement in AUDIT_GUARDS[connection.dialect.name]:
+        connection.exec_driver_sql(statement)
+
+
+event.listen(SQLModel.metadata.tables["audit_entry"], "after_create", _guard_audit)

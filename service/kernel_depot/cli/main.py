@@ -34,7 +34,11 @@ class ExtraMissing(DepotError):
 
 COMMANDS: dict[str, Command] = {
     "demo": Command("kernel_depot.cli.demo", "Show the whole way of the data on this machine.", "server"),
-    "pins": Command("kernel_depot.cli.pins", "Check pin sets; list and activate revisions.", "server"),
+    "pins": Command(
+        "kernel_depot.cli.pins", "Check pin sets; let revisions roll through the fleet.", "server"
+    ),
+    "warm": Command("kernel_depot.cli.warm", "Bring pinned bytes to the store and to nodes before traffic."),
+    "nodes": Command("kernel_depot.cli.nodes", "See the nodes, which modules work where, who changed what."),
     "materialize": Command(
         "kernel_depot.cli.materialize",
         "Bring pinned wheels into the store: fetch, verify, extract, record.",
@@ -48,7 +52,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "builder": Command("kernel_depot.cli.builder", "Build what a depot's administrators queue.", "build"),
     "sync": Command("kernel_depot.cli.sync", "Bring a bundle from a server into this node's cache."),
-    "cache": Command("kernel_depot.cli.cache", "List and check what this node's cache holds."),
+    "agent": Command("kernel_depot.cli.agent", "Keep this node as the depot wants it, and prove it."),
+    "cache": Command("kernel_depot.cli.cache", "List and check this node's cache, make room in it."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
     "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
     "bench": Command(

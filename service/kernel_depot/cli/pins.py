@@ -1,24 +1,39 @@
-"""`kernel-depot pins`: look at pin sets before they are used."""
+"""`kernel-depot pins`: look at pin sets before they are used, and let their revisions roll."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Check pin sets; list and activate their revisions.")
+from kernel_depot.cli.control import Control, JsonOption, ServerOption, TokenOption, WhyOption
+from kernel_depot.cli.render import print_json, size_text
+from kernel_depot.errors import DepotError
 
-ServerOption = Annotated[str, typer.Option("--server", envvar="KERNEL_DEPOT_SERVER", help="The depot's URL.")]
-TokenOption = Annotated[
-    str | None, typer.Option("--token", envvar="KERNEL_DEPOT_TOKEN", help="A bearer token of the depot.")
+app = typer.Typer(no_args_is_help=True, help="Check pin sets; let their revisions roll through the fleet.")
+
+NameArgument = Annotated[str, typer.Argument(help="A pin set of the depot.")]
+CanaryOption = Annotated[
+    str | None, typer.Option("--canary", help="LABEL=VALUE: only these nodes get it first.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the depot's answer as JSON.")]
+RequireOption = Annotated[
+    int, typer.Option("--require", min=1, help="Canaries that must be ready before all get it.")
+]
+
+
+class PinsNotApplied(DepotError):
+    """A pin set that could not be applied; nothing changed for the nodes."""
+
+    slug = "pins-not-applied"
+    title = "The pin set is not applied"
+    status = 502
 
 
 @app.callback()
 def pins() -> None:
-    """Check pin sets; list and activate their revisions."""
+    """Check pin sets; let their revisions roll through the fleet."""
 
 
 @app.command()
@@ -33,7 +48,6 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON list.")] = False,
 ) -> None:
     """Report every problem of the given pin sets with file, line and table; exit 1 if one is an error."""
-    from kernel_depot.cli.render import print_json
     from kernel_depot.pins.check import check as check_pins
     from kernel_depot.pins.problem import Severity
 
@@ -50,42 +64,287 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command("list")
+def list_sets(server: ServerOption, token: TokenOption = None, as_json: JsonOption = False) -> None:
+    """List the depot's pin sets with their current revisions."""
+    with Control(server, token=token) as depot:
+        answer = depot.get("/v1/pins")
+    if as_json:
+        print_json(answer)
+        return
+    for row in answer["pin_sets"]:
+        typer.echo(f"{row['name']:30}  {row['revision']}  {row['created_at']}  {row['origin']}")
+
+
 @app.command()
 def revisions(
-    name: Annotated[str, typer.Argument(help="A pin set of the depot.")],
-    server: ServerOption,
-    token: TokenOption = None,
-    as_json: JsonOption = False,
+    name: NameArgument, server: ServerOption, token: TokenOption = None, as_json: JsonOption = False
 ) -> None:
-    """List what was recorded under a pin set's name, the newest first."""
-    from kernel_depot.builder.depot import Depot
-    from kernel_depot.cli.render import print_json
-
-    with Depot(server, token=token) as depot:
-        answer = depot.revisions(name)
+    """List what was recorded under a pin set's name, the newest first, with the state of each."""
+    with Control(server, token=token) as depot:
+        answer = depot.get(f"/v1/pins/{name}/revisions")
     if as_json:
         print_json(answer)
         return
     for row in answer["revisions"]:
-        state = "current" if row["current"] else "materialized" if row["materialized"] else "proposed"
-        typer.echo(f"{row['revision']}  {state:12}  {row['created_at']}  {row['origin']}")
+        typer.echo(f"{row['revision']}  {row['state']:12}  {row['created_at']}  {row['origin']}")
+        if row["problem"] is not None:
+            typer.echo(f"  {row['problem']['detail']}")
+
+
+@app.command()
+def plan(
+    name: NameArgument,
+    server: ServerOption,
+    revision: Annotated[str | None, typer.Argument(help="A recorded revision.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option(help="A TOML pin set to record and compare.")] = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what a revision would change: wheels, modules by digest, bytes each node will fetch.
+
+    A file is recorded as a proposal first (scope admin), which changes nothing that nodes get.
+    """
+    if (revision is None) == (file is None):
+        raise typer.BadParameter("give a revision or --file")
+    with Control(server, token=token) as depot:
+        if file is not None:
+            revision = depot.post_toml("/v1/pins", _text(file), name=name, propose="true")["revision"]
+        answer = depot.get(f"/v1/pins/{name}/plan", revision=revision)
+    if as_json:
+        print_json(answer)
+    else:
+        typer.echo("\n".join(plan_lines(answer)))
+
+
+@app.command()
+def apply(
+    name: NameArgument,
+    file: Annotated[Path, typer.Argument(help="The TOML pin set.")],
+    server: ServerOption,
+    canary: CanaryOption = None,
+    require: RequireOption = 1,
+    why: WhyOption = None,
+    token: TokenOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask after the plan.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that bringing the wheels in may take.")
+    ] = 3600,
+    as_json: JsonOption = False,
+) -> None:
+    """Record a pin set, bring its wheels in, print the plan, activate it; with --canary on some nodes."""
+    with Control(server, token=token) as depot:
+        applied = _apply(
+            depot,
+            name,
+            _text(file),
+            order=_order(canary, require),
+            why=why,
+            confirm=not (yes or as_json),
+            timeout=timeout,
+            quiet=as_json,
+        )
+    if as_json:
+        print_json(applied)
 
 
 @app.command()
 def activate(
-    name: Annotated[str, typer.Argument(help="A pin set of the depot.")],
+    name: NameArgument,
     revision: Annotated[str, typer.Argument(help="The revision that the name is to mean.")],
     server: ServerOption,
+    canary: CanaryOption = None,
+    require: RequireOption = 1,
+    expected: Annotated[
+        str | None, typer.Option(help="Refuse unless the name means this revision now.")
+    ] = None,
+    why: WhyOption = None,
     token: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a pin set's name mean a recorded revision whose wheels are in the store (scope admin)."""
-    from kernel_depot.builder.depot import Depot
-    from kernel_depot.cli.render import print_json
+    """Let a pin set's name mean a recorded revision whose wheels are in the store (scope admin).
 
-    with Depot(server, token=token) as depot:
-        answer = depot.activate(name, revision)
+    With --canary the nodes with that label get it first: once --require of them are ready with it, all get
+    it; the first that fails its smoke ends it.
+    """
+    body = {"revision": revision, "expected": expected, "why": why, "canary": _order(canary, require)}
+    with Control(server, token=token) as depot:
+        answer = depot.post(f"/v1/pins/{name}/activate", body)
+    if as_json:
+        print_json(answer)
+    elif canary is None:
+        typer.echo(f"pin set {name}: revision {answer['revision']} is current")
+    else:
+        typer.echo(f"pin set {name}: revision {revision} is a canary on {canary}; {require} must be ready")
+
+
+@app.command()
+def rollback(
+    name: NameArgument,
+    server: ServerOption,
+    expected: Annotated[
+        str | None, typer.Option(help="Refuse unless the name means this revision now.")
+    ] = None,
+    why: WhyOption = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a pin set's name mean what it meant before, and end a canary under way (scope admin)."""
+    with Control(server, token=token) as depot:
+        answer = depot.post(f"/v1/pins/{name}/rollback", {"expected": expected, "why": why})
     if as_json:
         print_json(answer)
     else:
-        typer.echo(f"pin set {answer['name']}: revision {answer['revision']} is current")
+        typer.echo(f"pin set {name}: back from {answer['before']} to {answer['after']}")
+
+
+@app.command("end-canary")
+def end_canary(
+    name: NameArgument, server: ServerOption, why: WhyOption = None, token: TokenOption = None
+) -> None:
+    """Give up a canary: its nodes go back to the current revision (scope admin)."""
+    with Control(server, token=token) as depot:
+        depot.delete(f"/v1/pins/{name}/canary", why=why)
+    typer.echo(f"pin set {name}: the canary is ended")
+
+
+@app.command()
+def sync(
+    directory: Annotated[Path, typer.Argument(help="A directory of pin sets, NAME.toml each.")],
+    server: ServerOption,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, change nothing.")] = False,
+    canary: CanaryOption = None,
+    require: RequireOption = 1,
+    why: WhyOption = None,
+    token: TokenOption = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that bringing wheels in may take.")] = 3600,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a directory that git keeps the truth: each NAME.toml becomes that pin set's current revision.
+
+    Prints the plan of each set first. Does nothing for sets that are as the directory says. Pin sets that the
+    directory does not have are named and left alone.
+    """
+    files = sorted(directory.glob("*.toml"))
+    if not files:
+        raise typer.BadParameter(f"{directory} holds no *.toml", param_hint="DIRECTORY")
+    texts = {file.stem: _text(file) for file in files}
+    done: list[dict[str, object]] = []
+    with Control(server, token=token) as depot:
+        known = {row["name"]: row["revision"] for row in depot.get("/v1/pins")["pin_sets"]}
+        for name, text in texts.items():
+            if dry_run:
+                revision = depot.post_toml("/v1/pins", text, name=name, propose="true")["revision"]
+                answer = depot.get(f"/v1/pins/{name}/plan", revision=revision)
+                done.append(answer)
+                if not as_json:
+                    typer.echo("\n".join(plan_lines(answer)))
+                continue
+            done.append(
+                _apply(
+                    depot,
+                    name,
+                    text,
+                    order=_order(canary, require) if name in known else None,
+                    why=why or f"pins sync {directory.name}",
+                    confirm=False,
+                    timeout=timeout,
+                    quiet=as_json,
+                )
+            )
+    others = sorted(set(known) - set(texts))
+    if as_json:
+        print_json({"pin_sets": done, "not_in_directory": others})
+    elif others:
+        typer.echo(f"not in {directory}, left alone: {', '.join(others)}")
+
+
+def plan_lines(answer: dict[str, Any]) -> list[str]:
+    """Say in lines what a plan changes."""
+    before = answer["before"] or "nothing"
+    lines = [f"pin set {answer['name']}: {before} -> {answer['after']} ({answer['state']})"]
+    if answer["before"] == answer["after"]:
+        return [*lines, "  no change"]
+    for sign, key in (("+", "wheels_added"), ("-", "wheels_removed")):
+        lines += [f"  {sign} {wheel['filename']} ({wheel['cuda']}, {wheel['arch']})" for wheel in answer[key]]
+    for change in answer["modules"]:
+        sign = "+" if change["before"] is None else "-" if change["after"] is None else "~"
+        digests = " -> ".join(str(change[key] or "")[:12] for key in ("before", "after") if change[key])
+        lines.append(f"  {sign} module {change['module']}  {digests}")
+    for node in answer["nodes"]:
+        said = (
+            f"fetches {size_text(node['bytes'])}"
+            if node["after"]
+            else f"fits nothing: {node['problem']['detail']}"
+        )
+        said += "" if node["complete"] or node["after"] is None else ", once all wheels are in the store"
+        lines.append(f"  node {node['node']}: {said}")
+        if node["without_code"]:
+            lines.append(f"    no code for its SM: {', '.join(node['without_code'])}")
+    return [*lines, f"  {len(answer['nodes'])} nodes, {size_text(answer['bytes'])} in all"]
+
+
+def _apply(
+    depot: Control,
+    name: str,
+    text: str,
+    *,
+    order: dict[str, object] | None,
+    why: str | None,
+    confirm: bool,
+    timeout: float,
+    quiet: bool,
+) -> dict[str, object]:
+    """Record, bring in, show the plan, activate. Raise PinsNotApplied when wheels cannot be brought in."""
+    revision = str(depot.post_toml("/v1/pins", text, name=name, propose="true", why=why)["revision"])
+    rows = depot.get(f"/v1/pins/{name}/revisions", limit=1000)["revisions"]
+    if next(row for row in rows if row["revision"] == revision)["state"] == "active":
+        if not quiet:
+            typer.echo(f"pin set {name}: revision {revision} is current already")
+        return {"name": name, "revision": revision, "changed": False}
+    job = depot.post("/v1/materialize", {"revisions": [revision]})
+    until = time.monotonic() + timeout
+    while job["state"] not in ("succeeded", "failed"):
+        if time.monotonic() > until:
+            raise PinsNotApplied(
+                "the wheels are not in the store yet",
+                where=f"GET /v1/jobs/{job['id']}",
+                remedy="wait for the job, then: kernel-depot pins activate",
+            )
+        time.sleep(0.5)
+        job = depot.get(f"/v1/jobs/{job['id']}")
+    if job["state"] == "failed":
+        raise PinsNotApplied(
+            f"the wheels of revision {revision} cannot be brought in: {job['problem']['detail']}",
+            where=f"GET /v1/jobs/{job['id']}",
+            expected=job["problem"].get("expected"),
+            found=job["problem"].get("found"),
+            remedy="mend that, then apply again; nothing changed for the nodes",
+        )
+    plan = depot.get(f"/v1/pins/{name}/plan", revision=revision)
+    if not quiet:
+        typer.echo("\n".join(plan_lines(plan)))
+    if confirm:
+        typer.confirm("activate it?", abort=True)
+    body = {"revision": revision, "expected": plan["before"], "why": why, "canary": order}
+    depot.post(f"/v1/pins/{name}/activate", body)
+    if not quiet:
+        state = "current" if order is None else f"a canary on {order['label']}={order['value']}"
+        typer.echo(f"pin set {name}: revision {revision} is {state}")
+    return {"name": name, "revision": revision, "changed": True, "plan": plan}
+
+
+def _order(canary: str | None, require: int) -> dict[str, object] | None:
+    if canary is None:
+        return None
+    label, equals, value = canary.partition("=")
+    if not (label and equals and value):
+        raise typer.BadParameter(f"{canary!r} is not LABEL=VALUE", param_hint="--canary")
+    return {"label": label, "value": value, "require": require}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}") from error

@@ -81,6 +81,7 @@ def _run(listener: socket.socket, given: dict[str, object]) -> None:
     import uvicorn
 
     from kernel_depot.api.app import create_app
+    from kernel_depot.fleet.driver import WarmupDriver
     from kernel_depot.jobs.depot import open_depot
     from kernel_depot.jobs.engine import start_engine
     from kernel_depot.settings import load_settings
@@ -113,7 +114,8 @@ def _run(listener: socket.socket, given: dict[str, object]) -> None:
     try:
         engine = start_engine(depot)
         try:
-            Announcing(config).run(sockets=[listener])
+            with WarmupDriver(depot.engine):
+                Announcing(config).run(sockets=[listener])
         finally:
             engine.close()
     finally:

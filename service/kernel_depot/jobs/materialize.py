@@ -156,7 +156,7 @@ def materialize_pin_sets(
     """
     with writing(depot.engine) as session:
         for pin_set in pin_sets:
-            record.record_pin_set(session, pin_set)
+            record.record_pin_set(session, pin_set, who="materialize")
     pins: dict[str, Pin] = {}
     for pin_set in pin_sets:
         for pin in selected(pin_set, cuda=cuda, arch=arch):

@@ -79,11 +79,16 @@ def this_host() -> Host:
 
 
 def smoke(
-    cache: Cache, *, host: Host, modules: Sequence[str] | None = None, limits: Limits | None = None
+    cache: Cache,
+    *,
+    host: Host,
+    modules: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    digest: str | None = None,
 ) -> SmokeReport:
-    """Check the current bundle on this host. Raise CacheEmpty, ModuleAbsent."""
+    """Check the current bundle, or that named by `digest`, on this host. Raise CacheEmpty, ModuleAbsent."""
     limits = limits or Limits()
-    digest = cache.current_digest()
+    digest = digest or cache.current_digest()
     bundle = cache.bundle(digest) if digest is not None else None
     if digest is None or bundle is None:
         raise CacheEmpty(

@@ -23,13 +23,18 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One check: of which kind, of what, how it ended and why; `seconds` of wall time."""
+    """One check: of which kind, of what, how it ended and why; `seconds` of wall time.
+
+    `expected` and `found` are of a check that compares.
+    """
 
     check: str
     subject: str
     status: Status
     detail: str = ""
     seconds: float = 0.0
+    expected: str | None = None
+    found: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON members."""
@@ -39,6 +44,8 @@ class Outcome:
             "status": self.status.value,
             "detail": self.detail,
             "seconds": round(self.seconds, 4),
+            "expected": self.expected,
+            "found": self.found,
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -57,6 +58,35 @@ class Cache:
         self.current = self.root / "current"
         self.tmp = self.root / "tmp"
         self.unsynced = self.root / "unsynced"
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep collections away while blobs that were found here are relied on; any number may at once."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Wait until nobody relies on blobs, and keep others waiting until this is over."""
+        with self._locked(fcntl.LOCK_EX):
+            yield
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        try:
+            descriptor = os.open(self.blobs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise storage_error(error, where=self.blobs) from error
+        try:
+            fcntl.flock(descriptor, kind)  # gone with the process that holds it, however that ends
+            yield
+        finally:
+            os.close(descriptor)
+
+    def touch(self, digest: str) -> None:
+        """Note that a bundle was used now, which decides what a collection takes first."""
+        with suppress(OSError):
+            os.utime(self.bundle_path(digest))
 
     def prepare(self) -> None:
         """Create what is missing, drop what dead processes left. Raise CacheUnusable or CacheFull."""

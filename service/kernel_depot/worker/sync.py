@@ -108,7 +108,6 @@ def sync(
     dropped = tuple(cache.recover())
     known = cache.current_digest()
     bundle = cache.bundle(known) if known is not None else None
-    choice = ViewChoice(request.views, with_wheels=request.with_wheels)
     client = Client(endpoint)
     trace: tuple[Any, ...] = ()
     try:
@@ -124,24 +123,122 @@ def sync(
         if not isinstance(answer, Unchanged):
             trace = tuple(answer.members.get("trace") or ())
             bundle = cache.bundle(digest)
+        bundle, changed = _bring(
+            client, digest, bundle, request=request, endpoint=endpoint, cache=cache, meter=meter
+        )
+    finally:
+        client.close()
+    return _report(
+        request,
+        digest=digest,
+        platform=platform,
+        bundle=bundle,
+        changed=changed,
+        cache=cache,
+        meter=meter,
+        dropped=dropped,
+        trace=trace,
+        seconds=time.monotonic() - started,
+    )
+
+
+def sync_bundle(
+    request: SyncRequest,
+    *,
+    digest: str,
+    endpoint: Endpoint,
+    cache: Cache,
+    current: bool = True,
+    meter: Meter | None = None,
+) -> SyncReport:
+    """Bring a bundle that is known by its digest into the cache; with `current` False, only beside what is.
+
+    Raise as `sync` does.
+    """
+    started = time.monotonic()
+    meter = meter if meter is not None else Meter()
+    cache.prepare()
+    dropped = tuple(cache.recover())
+    client = Client(endpoint)
+    try:
+        bundle, changed = _bring(
+            client,
+            digest,
+            cache.bundle(digest),
+            request=request,
+            endpoint=endpoint,
+            cache=cache,
+            meter=meter,
+            current=current,
+        )
+    finally:
+        client.close()
+    return _report(
+        request,
+        digest=digest,
+        platform=bundle.platform,
+        bundle=bundle,
+        changed=changed,
+        cache=cache,
+        meter=meter,
+        dropped=dropped,
+        trace=(),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _bring(
+    client: Client,
+    digest: str,
+    bundle: Bundle | None,
+    *,
+    request: SyncRequest,
+    endpoint: Endpoint,
+    cache: Cache,
+    meter: Meter,
+    current: bool = True,
+) -> tuple[Bundle, bool]:
+    """Fetch what a bundle lacks, build its views, make it current; tell whether any of that was needed."""
+    choice = ViewChoice(request.views, with_wheels=request.with_wheels)
+    if bundle is not None:
+        _refuse_incomplete(bundle, allow=request.allow_incomplete)
+        there = cache.current_digest() == digest or not current
+        whole = there and not cache.missing(_sizes(bundle, choice))
+        if whole and views_present(cache, digest, bundle, choice):
+            cache.touch(digest)
+            return bundle, False
+    with cache.using(), cache.private() as private:
+        # A collection may have come between: what was found before is looked for again.
+        bundle = cache.bundle(digest)
         if bundle is None:
             meter.add(requests=1)
             bundle = _take_manifest(client, digest, cache=cache)
         _refuse_incomplete(bundle, allow=request.allow_incomplete)
         needed = cache.missing(_sizes(bundle, choice))
-        changed = known != digest or bool(needed) or not views_present(cache, digest, bundle, choice)
-        if changed:
-            with cache.private() as private:
-                if needed:
-                    _fetch(
-                        needed, request=request, endpoint=endpoint, cache=cache, private=private, meter=meter
-                    )
-                meter.stage = "building views"
-                build_views(cache, digest, bundle, choice, private=private)
-                cache.switch(digest, private=private)
-    finally:
-        client.close()
+        if needed:
+            _fetch(needed, request=request, endpoint=endpoint, cache=cache, private=private, meter=meter)
+        meter.stage = "building views"
+        build_views(cache, digest, bundle, choice, private=private)
+        if current:
+            cache.switch(digest, private=private)
+        cache.touch(digest)
     meter.stage = "done"
+    return bundle, True
+
+
+def _report(
+    request: SyncRequest,
+    *,
+    digest: str,
+    platform: Platform,
+    bundle: Bundle,
+    changed: bool,
+    cache: Cache,
+    meter: Meter,
+    dropped: tuple[str, ...],
+    trace: tuple[Any, ...],
+    seconds: float,
+) -> SyncReport:
     return SyncReport(
         digest=digest,
         platform=platform,
@@ -159,7 +256,7 @@ def sync(
         dropped=dropped,
         missing=bundle.missing,
         trace=trace,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
     )
 
 
