@@ -209,7 +209,7 @@ def waiting() -> Callable[..., Any]:
 
 @pytest.fixture
 def good() -> str:
-    """The C source of a module that passes its smoke."""
+    """The C source of a module that smoke finds no fault with: it loads, and there is no GPU to run it."""
     return GOOD
 
 

@@ -6,7 +6,8 @@ import ctypes
 
 import pytest
 
-from kernel_depot.smoke.cases import run_child, this_host
+from kernel_depot.smoke.cases import this_host
+from kernel_depot.smoke.process import run_child
 from kernel_depot.smoke.report import Status
 
 pytestmark = pytest.mark.gpu

@@ -193,8 +193,7 @@ class Runtime:
             and artifact.module is not None
             and (wanted is None or artifact.module in wanted)
         }
-        version = _pinned(manifest, JIT_CACHE)
-        return cls(files, release=read_release(version or "0"), where=f"{held.root}, bundle {digest}")
+        return cls(files, release=flashinfer_release(manifest), where=f"{held.root}, bundle {digest}")
 
     @classmethod
     def of_directory(cls, directory: Path, *, release: Release) -> Runtime:
@@ -261,6 +260,11 @@ def read_release(version: str) -> Release:
     """Return the numbers of a PEP 440 version's public part: `0.6.3+cu130` is (0, 6, 3)."""
     match = _VERSION.match(version)
     return tuple(int(number) for number in match[1].split(".")) if match else ()
+
+
+def flashinfer_release(bundle: Bundle) -> Release:
+    """Return the FlashInfer release that a bundle's modules were compiled from; (0,) when nothing tells."""
+    return read_release(_pinned(bundle, JIT_CACHE) or "0")
 
 
 @functools.cache

@@ -1,23 +1,25 @@
-"""Which checks a bundle allows on this host, and running them: each that loads code in a child of its own."""
+"""Which checks a bundle allows on this host, and running them: what loads code does so in child processes."""
 
 from __future__ import annotations
 
-import json
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kernel_depot.bundle import ArtifactKind, Bundle, BundleArtifact
+from kernel_depot.kernels.memory import CPU, CUDA, Device
+from kernel_depot.kernels.runtime import flashinfer_release
 from kernel_depot.platform import Arch, Sm, has_code_for
 from kernel_depot.smoke.elf import EM_CUDA, Elf, read_header, read_library
 from kernel_depot.smoke.errors import ElfRefused, SmokeError
+from kernel_depot.smoke.numerics import session
+from kernel_depot.smoke.numerics.case import Skipped
+from kernel_depot.smoke.numerics.families import parameters_of
+from kernel_depot.smoke.process import run_child
 from kernel_depot.smoke.report import Outcome, SmokeReport, Status
 from kernel_depot.worker.cache import Cache
 from kernel_depot.worker.errors import CacheEmpty
@@ -50,7 +52,10 @@ class ModuleAbsent(SmokeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds a child may take, how many run at once, how many cubins are loaded through the driver."""
+    """Seconds a check may take, how many run at once, how many cubins are loaded through the driver.
+
+    Numeric cases run one at a time, so that none waits for the GPU.
+    """
 
     timeout: float = 60.0
     jobs: int = 2
@@ -59,15 +64,20 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the checks need to know of this host; `sm` None means that no GPU can be used."""
+    """What the checks need to know of this host; `sm` None means that no GPU can be used.
+
+    `on_cpu` also gives modules that were compiled for the CPU their numeric cases, on the CPU's tensors.
+    """
 
     arch: Arch
     sm: Sm | None = None
     gpu: str | None = None
     device: int = 0
+    driver: str | None = None
+    on_cpu: bool = False
 
 
-def this_host() -> Host:
+def this_host(*, on_cpu: bool = False) -> Host:
     """Look at this host's CPU and its first GPU."""
     from kernel_depot.worker.facts import gather_facts
 
@@ -75,7 +85,13 @@ def this_host() -> Host:
     if facts.arch is None:
         raise SmokeError(f"kernels are not built for {facts.machine}", found=facts.machine)
     first = facts.gpus[0] if facts.gpus else None
-    return Host(facts.arch, first.sm if first else None, first.name if first else None)
+    return Host(
+        facts.arch,
+        first.sm if first else None,
+        first.name if first else None,
+        driver=facts.driver,
+        on_cpu=on_cpu,
+    )
 
 
 def smoke(
@@ -99,38 +115,19 @@ def smoke(
     runtime = _runtime(bundle)
     if runtime is not None:
         outcomes.append(_check_runtime(cache, runtime, host=host, limits=limits))
-    outcomes += _check_modules(cache, chosen, host=host, runtime=runtime, limits=limits)
+    checked = _check_modules(cache, chosen, host=host, runtime=runtime, limits=limits)
+    outcomes += checked
+    outcomes += _check_numbers(cache, digest, bundle, _usable(chosen, checked), host=host, limits=limits)
     if modules is None:
         outcomes += _check_cubins(cache, bundle, host=host, limits=limits)
-    return SmokeReport(digest, str(bundle.platform), host.gpu, tuple(outcomes))
-
-
-def run_child(case: dict[str, Any], *, check: str, subject: str, timeout: float) -> Outcome:
-    """Run one case in a child process: whatever it does to that process, here it is an outcome."""
-    started = time.monotonic()
-    command = [sys.executable, "-m", "kernel_depot.smoke.child"]
-    try:
-        child = subprocess.run(
-            command, input=json.dumps(case).encode(), capture_output=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(check, subject, Status.FAIL, f"no answer in {timeout:g} s", time.monotonic() - started)
-    seconds = time.monotonic() - started
-    try:
-        answer = json.loads(child.stdout)
-        return Outcome(check, subject, Status(answer["status"]), str(answer["detail"]), seconds)
-    except (ValueError, KeyError, TypeError):
-        last = child.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        return Outcome(check, subject, Status.CRASHED, ": ".join([_death(child.returncode), *last]), seconds)
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    return SmokeReport(
+        digest,
+        str(bundle.platform),
+        host.gpu,
+        tuple(outcomes),
+        driver=host.driver,
+        modules={str(module.module): module.sha256 for module in chosen},
+    )
 
 
 def _modules(bundle: Bundle, names: Sequence[str] | None) -> list[BundleArtifact]:
@@ -263,6 +260,49 @@ def _load(
         "probe": next((name for name in PROBED if name in offered), None),
     }
     return run_child(case, check="module load", subject=subject, timeout=limits.timeout)
+
+
+def _usable(modules: Sequence[BundleArtifact], checked: Sequence[Outcome]) -> list[BundleArtifact]:
+    """Return the modules whose file is fit and that nothing has spoken against."""
+    bad = {one.subject for one in checked if one.status not in (Status.PASS, Status.SKIPPED)}
+    return [module for module in modules if str(module.module) not in bad]
+
+
+def _check_numbers(
+    cache: Cache,
+    digest: str,
+    bundle: Bundle,
+    modules: Sequence[BundleArtifact],
+    *,
+    host: Host,
+    limits: Limits,
+) -> list[Outcome]:
+    """Run numeric cases: of modules with code for GPUs on this host's, of others on the CPU where wanted."""
+    release = flashinfer_release(bundle)
+    skipped: list[Outcome] = []
+    places: dict[Device, list[str]] = {}
+    lacks = session.lacking()
+    for module in modules:
+        name = str(module.module)
+        of_gpu = bool(module.sms or module.ptx)
+        try:
+            parameters_of(name, release)
+            if of_gpu and host.sm is None:
+                raise Skipped(NO_GPU)
+            if not of_gpu and not host.on_cpu:
+                raise Skipped("it has no code for a GPU")
+            if lacks is not None:
+                raise Skipped(lacks)
+        except Skipped as reason:
+            skipped.append(Outcome(session.CHECK, name, Status.SKIPPED, str(reason)))
+            continue
+        places.setdefault(Device(CUDA, host.device) if of_gpu else Device(CPU), []).append(name)
+    judged = [
+        outcome
+        for device, names in places.items()
+        for outcome in session.judge(cache.root, digest, names, device=device, timeout=limits.timeout)
+    ]
+    return [*skipped, *judged]
 
 
 def _check_cubins(cache: Cache, bundle: Bundle, *, host: Host, limits: Limits) -> list[Outcome]:
