@@ -84,7 +84,7 @@ def locate(
         ) from error
     except (RequestException, UnsupportedContentTypeError, ValueError) as error:
         raise IndexUnreachable(
-            f"the project page of {project} cannot be read: {_cause(error)}",
+            f"the project page of {project} cannot be read: {cause(error)}",
             where=f"index {index}",
             remedy="check the network and proxy settings, or point the index name at a mirror with "
             f"KERNEL_DEPOT_INDEX_{index.upper()}",
@@ -120,7 +120,7 @@ def _near(page: ProjectPage, version: str, filename: str) -> list[str]:
     return difflib.get_close_matches(filename, same_version or names, n=5, cutoff=0.0)
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Name the failure at the bottom of requests' chain, without the addresses in its text."""
     reason = getattr(error.args[0], "reason", None) if error.args else None
     return type(reason or error).__name__
