@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
@@ -23,7 +24,7 @@ from kernel_depot.agent.proving import Proof, prove
 from kernel_depot.errors import DepotError
 from kernel_depot.platform import Platform
 from kernel_depot.smoke.cases import Host, Limits
-from kernel_depot.worker.cache import Cache
+from kernel_depot.worker.cache import Cache, storage_error
 from kernel_depot.worker.client import Endpoint
 from kernel_depot.worker.collection import collect
 from kernel_depot.worker.errors import CacheFull, ServerRefused, ServerUnreachable, WorkerError
@@ -69,21 +70,28 @@ class Config:
 
 @dataclass
 class Agent:
-    """One run of the loop. Stop it from any thread with `stop`."""
+    """One run of the loop. Stop it from any thread with `stop`.
+
+    `waiting` is true while it only waits for the server's answer: to break off then loses nothing.
+    """
 
     config: Config
     stop: Event = field(default_factory=Event)
     gauges: Gauges = field(init=False)
+    _endpoint: Endpoint = field(init=False)
     _memory: Memory = field(init=False)
     _failures: int = 0
     _told: float = 0.0
     _etag: str | None = None
     _desired: Desired | None = None
     _registered: bool = False
+    _said: dict[str, Any] = field(default_factory=dict)
+    waiting: bool = False
     _settled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gauges = Gauges(self.config.name)
+        self._endpoint = self.config.endpoint
         self._memory = remembered(self.config.cache.root / "agent" / "memory.json")
 
     def run(self, *, once: bool = False) -> None:
@@ -94,20 +102,34 @@ class Agent:
         Raise TokenRejected, AgentRunning.
         """
         config = self.config
-        config.cache.prepare()
-        with alone(config.cache.root / "agent" / "lock"):
+        with ExitStack() as stack:
+            while not self._opened(stack, once=once):
+                if self.stop.is_set():
+                    return
             self._recall()
-            token = config.endpoint.token
             while not self.stop.is_set():
-                endpoint = replace(config.endpoint, token=token)
-                control = Control(endpoint, node=config.name, longest_wait=config.wait[1])
+                control = Control(self._endpoint, node=config.name, longest_wait=config.wait[1])
                 try:
                     self._rounds(control, once=once)
                     return
                 except TokenRejected:
-                    token = self._another(token)
+                    self._endpoint = replace(self._endpoint, token=self._another(self._endpoint.token))
                 finally:
                     control.close()
+
+    def _opened(self, stack: ExitStack, *, once: bool) -> bool:
+        """Take the cache for this agent alone; False after a pause when the disk is too full for that."""
+        cache = self.config.cache
+        try:
+            cache.prepare()
+            stack.enter_context(alone(cache.root / "agent" / "lock"))
+        except CacheFull as failure:
+            if once:
+                raise
+            _log.warning("%s", failure.what)
+            self._pause(failure)
+            return False
+        return True
 
     def _rounds(self, control: Control, *, once: bool) -> None:
         while not self.stop.is_set():
@@ -122,9 +144,11 @@ class Agent:
     def _round(self, control: Control) -> None:
         """Hear what is wanted, and do it. Raise what kept the server from answering, and TokenRejected."""
         try:
+            self.waiting = True
             if not self._registered:
                 control.register(self.config.facts)
                 desired = control.desired(etag=None, wait=0.0, fresh=True)
+                self._memory.tell_again()
                 self._registered = True
             else:
                 desired = control.desired(etag=self._etag, wait=self._poll())
@@ -139,6 +163,8 @@ class Agent:
             if refusal.code == 404:
                 self._registered = False
             raise
+        finally:
+            self.waiting = False
         self.gauges.contact = time.time()
         if desired is not None:
             self._desired, self._etag = desired, desired.etag
@@ -147,7 +173,7 @@ class Agent:
         if desired is not None or self._failures:
             self._reconcile(control, self._desired)
         elif time.monotonic() - self._told > self.config.heartbeat:
-            self._report(control, state="ready" if self.gauges.ready else "idle", bundle=self._memory.ready)
+            self._report(control, **self._said)
 
     def _poll(self) -> float:
         """How long to wait for something new: not at all after a failure, whose pause is over."""
@@ -164,7 +190,8 @@ class Agent:
             self._failures = 0
         except (ServerUnreachable, TokenRejected):
             raise
-        except DepotError as failure:
+        except (DepotError, OSError) as caught:
+            failure = _named(caught, self.config.cache)
             self._not_ready("failed")
             self._report(control, state="failed", bundle=desired.bundle, problem=failure.problem())
             self._pause(failure)
@@ -203,7 +230,7 @@ class Agent:
             return sync_bundle(
                 config.request,
                 digest=digest,
-                endpoint=config.endpoint,
+                endpoint=self._endpoint,
                 cache=config.cache,
                 current=current,
             )
@@ -239,7 +266,13 @@ class Agent:
         )
         if proof.fresh:
             self._remember()
-            control.smoke(bundle=digest, gpu=config.host.gpu, driver=config.driver, results=list(proof.fresh))
+        hashes = [artifact.sha256 for artifact in bundle.artifacts]
+        untold = self._memory.to_tell(hashes, config.driver)
+        if untold:
+            results = list(untold.values())
+            control.smoke(bundle=digest, gpu=config.host.gpu, driver=config.driver, results=results)
+            self._memory.told(untold)
+            self._remember()
         outcomes = Counter(outcome["outcome"] for outcome in self._memory.smoked.values())
         self.gauges.modules = outcomes
         return proof
@@ -259,8 +292,8 @@ class Agent:
             members |= {"state": "ready", "bytes": report.fetched_bytes}
         except ServerUnreachable:
             raise
-        except DepotError as failure:
-            members |= {"state": "failed", "problem": failure.problem()}
+        except (DepotError, OSError) as caught:
+            members |= {"state": "failed", "problem": _named(caught, self.config.cache).problem()}
         try:
             control.report(**members, seconds=round(time.monotonic() - started, 3))
         except ServerRefused as refusal:
@@ -282,6 +315,7 @@ class Agent:
 
     def _report(self, control: Control, **members: Any) -> None:
         self.gauges.state = members["state"]
+        self._said = members
         control.report(**members)
         self._told = time.monotonic()
         self._write()
@@ -315,13 +349,20 @@ class Agent:
         self.gauges.ready, self.gauges.state = False, state
         self.gauges.bundle = bundle or self.gauges.bundle
         if self.config.ready_file is not None:
-            self.config.ready_file.unlink(missing_ok=True)
+            try:
+                self.config.ready_file.unlink(missing_ok=True)
+            except OSError as error:
+                _log.warning("%s cannot be removed: %s", self.config.ready_file, error)
         self._write()
 
     def _mark(self) -> None:
+        """Make the file that says so. On a disk too full for the digest in it, an empty one says it too."""
         if self.config.ready_file is not None:
-            self.config.ready_file.parent.mkdir(parents=True, exist_ok=True)
-            self.config.ready_file.write_text(f"{self.gauges.bundle}\n", encoding="utf-8")
+            try:
+                self.config.ready_file.parent.mkdir(parents=True, exist_ok=True)
+                self.config.ready_file.write_text(f"{self.gauges.bundle}\n", encoding="utf-8")
+            except OSError as error:
+                _log.warning("%s cannot be written: %s", self.config.ready_file, error)
 
     def _remember(self) -> None:
         cache = self.config.cache
@@ -353,3 +394,8 @@ class Agent:
                 _log.info("there is another token")
                 return token
         return refused
+
+
+def _named(failure: DepotError | OSError, cache: Cache) -> DepotError:
+    """Return a failure that can be told; what the operating system refused is the cache's."""
+    return failure if isinstance(failure, DepotError) else storage_error(failure, where=cache.root)

@@ -133,8 +133,14 @@ def agent(
         token=read_token if token_file is not None else None,
     )
     running = Agent(config)
+
+    def end(*_: object) -> None:
+        running.stop.set()
+        if running.waiting:  # a long poll would go on for half a minute
+            sys.exit(0)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: running.stop.set())
+        signal.signal(number, end)
     try:
         running.run(once=once)
     except TokenRejected as refusal:

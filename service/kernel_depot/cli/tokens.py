@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import re
 from datetime import datetime, timedelta, timezone
 from enum import Enum
@@ -63,7 +65,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a token and print its secret: the only time it is shown, since only its SHA-256 is kept."""
-    from kernel_depot.catalog import record
+    from kernel_depot.catalog import changes, record
     from kernel_depot.catalog.database import writing
 
     expires_at = datetime.now(timezone.utc) + _duration(expires) if expires is not None else None
@@ -71,6 +73,8 @@ def create(
     with writing(engine) as session:
         token, secret = record.create_token(session, name=name, scopes=[scope.value], expires_at=expires_at)
         facts = _facts(token)
+        told = {"name": name, "scopes": [scope.value], "expires_at": facts["expires_at"]}
+        changes.audit(session, who=_who(), action="token-created", subject=token.id, facts=told)
     engine.dispose()
     if as_json:
         print_json({**facts, "secret": secret})
@@ -119,13 +123,16 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Revoke a token: the next request that carries it is refused."""
-    from kernel_depot.catalog import record
+    from kernel_depot.catalog import changes, record
     from kernel_depot.catalog.database import writing
 
     engine = _catalog(data_dir, database_url)
     with writing(engine) as session:
         token = record.revoke_token(session, token_id)
         facts = _facts(token) if token is not None else None
+        if facts is not None:
+            told = {"name": facts["name"]}
+            changes.audit(session, who=_who(), action="token-revoked", subject=token_id, facts=told)
     engine.dispose()
     if facts is None:
         raise TokenUnknown(
@@ -135,6 +142,14 @@ def revoke(
         print_json(facts)
     else:
         typer.echo(f"token {token_id} ({facts['name']}) is revoked")
+
+
+def _who() -> str:
+    """Name the person at this command line, for the audit log."""
+    try:
+        return f"cli: {getpass.getuser()}"
+    except (KeyError, OSError):  # a user id without a name
+        return f"cli: user {os.getuid()}"
 
 
 def _catalog(data_dir: Path | None, database_url: str | None) -> Engine:
