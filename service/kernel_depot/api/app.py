@@ -29,6 +29,7 @@ from kernel_depot.api import (
     uploads,
     warmups,
 )
+from kernel_depot.api.attempts import Attempts
 from kernel_depot.api.limits import BodyLimit, known_parameters
 from kernel_depot.fleet.watch import Watch
 from kernel_depot.jobs.depot import Depot
@@ -88,6 +89,7 @@ def create_app(depot: Depot) -> FastAPI:
     )
     app.state.depot = depot
     app.state.watch = Watch(depot.engine)
+    app.state.attempts = Attempts()
     app.state.instruments = metrics.Instruments(depot.engine)
     problems.install(app)
     for room in (

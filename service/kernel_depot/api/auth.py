@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from kernel_depot.api.attempts import Attempts
 from kernel_depot.api.context import depot_of
 from kernel_depot.api.problems import ApiError, HostRefused
 from kernel_depot.catalog import record
@@ -85,7 +86,7 @@ def require(scope: Scope) -> Callable[..., Caller]:
         credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)],
     ) -> Caller:
         if credentials is not None:
-            return _token_caller(request, credentials.credentials, scope)
+            return _counted(request, credentials.credentials, scope)
         if "authorization" in request.headers:
             raise TokenRefused(
                 "the Authorization header is not a bearer token",
@@ -101,6 +102,20 @@ def require(scope: Scope) -> Callable[..., Caller]:
 Reader = Annotated[Caller, Depends(require(Scope.READ))]
 Node = Annotated[Caller, Depends(require(Scope.NODE))]
 Admin = Annotated[Caller, Depends(require(Scope.ADMIN))]
+
+
+def _counted(request: Request, secret: str, wanted: Scope) -> Caller:
+    """Admit the holder of a token, unless too many refused ones came from the address before."""
+    attempts: Attempts = request.app.state.attempts
+    peer = request.client.host if request.client is not None else ""
+    attempts.check(peer, secret)
+    try:
+        caller = _token_caller(request, secret, wanted)
+    except TokenRefused:
+        attempts.failed(peer, secret)
+        raise
+    attempts.good(secret)
+    return caller
 
 
 def _token_caller(request: Request, secret: str, wanted: Scope) -> Caller:

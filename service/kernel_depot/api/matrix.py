@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from kernel_depot.api.auth import Reader, ScopeInsufficient, TokenMissing, TokenRefused
 from kernel_depot.api.context import DepotDependency
-from kernel_depot.api.nodes import LabelFilter, SmokeDocument, smoke_document
+from kernel_depot.api.nodes import LabelFilter, SmokeDocument, smoke_document, watch_of
 from kernel_depot.api.problems import ParameterUnknown, RequestInvalid, documented
 from kernel_depot.catalog.database import reading
+from kernel_depot.fleet import nodes
+from kernel_depot.fleet.desired import wanted_of
 from kernel_depot.fleet.errors import LabelInvalid
 from kernel_depot.fleet.labels import parse_labels
 from kernel_depot.fleet.matrix import matrix
@@ -24,8 +26,8 @@ class CellDocument(BaseModel):
     module: str
     node: str
     state: str = Field(
-        description="`pass`, `fail`, `skipped`, `crashed`, `refused`, or `stale`: the node has other "
-        "bytes of the module, or another driver, than when it was smoked."
+        description="`pass`, `fail` (the result says how), `skipped`, or `stale`: the node is to have other "
+        "bytes of the module, or has another driver, than when it was smoked."
     )
     result: SmokeDocument = Field(description="The smoke result behind it.")
 
@@ -51,6 +53,7 @@ router = APIRouter(prefix="/v1", tags=["fleet"])
     ),
 )
 def get_matrix(
+    request: Request,
     depot: DepotDependency,
     _caller: Reader,
     label: LabelFilter = None,
@@ -58,9 +61,14 @@ def get_matrix(
         str | None, Query(max_length=255, description="Only this module.", examples=["norm"])
     ] = None,
 ) -> MatrixDocument:
-    """Set the newest smoke result of every module against every node. No cell: never smoked there."""
+    """Set how each module did against every node, for the bytes it is to have. No cell: never smoked."""
+    outlook = watch_of(request).outlook()
     with reading(depot.engine) as session:
-        rows, cells = matrix(session, labels=parse_labels(label or (), where="label"), module=module)
+        rows = nodes.listed(session, parse_labels(label or (), where="label"))
+        session.expunge_all()
+    desired = {row.name: outlook.desired(row.name, wanted_of(row)).bundle for row in rows}
+    with reading(depot.engine) as session:
+        cells = matrix(session, rows, desired, module=module)
         return MatrixDocument(
             nodes=[row.name for row in rows],
             modules=sorted({cell.module for cell in cells}),

@@ -231,6 +231,7 @@ def apply(
             confirm=not (yes or as_json),
             timeout=timeout,
             quiet=as_json,
+            again=True,
         )
     if as_json:
         print_json(applied)
@@ -311,7 +312,7 @@ def sync(
     """Make a directory that git keeps the truth: each NAME.toml becomes that pin set's current revision.
 
     Prints the plan of each set first. Does nothing for sets that are as the directory says. Pin sets that the
-    directory does not have are named and left alone.
+    directory does not have are named and left alone, as is a revision that failed as a canary: exit 1 then.
     """
     files = sorted(directory.glob("*.toml"))
     if not files:
@@ -338,6 +339,7 @@ def sync(
                     confirm=False,
                     timeout=timeout,
                     quiet=as_json,
+                    again=False,
                 )
             )
     others = sorted(set(known) - set(texts))
@@ -345,6 +347,8 @@ def sync(
         print_json({"pin_sets": done, "not_in_directory": others})
     elif others:
         typer.echo(f"not in {directory}, left alone: {', '.join(others)}")
+    if any(row.get("state") == "failed" for row in done):
+        raise typer.Exit(1)
 
 
 def plan_lines(answer: dict[str, Any]) -> list[str]:
@@ -365,11 +369,16 @@ def plan_lines(answer: dict[str, Any]) -> list[str]:
             if node["after"]
             else f"fits nothing: {node['problem']['detail']}"
         )
+        said = "as it is" if node["before"] == node["after"] else said
         said += "" if node["complete"] or node["after"] is None else ", once all wheels are in the store"
         lines.append(f"  node {node['node']}: {said}")
         if node["without_code"]:
             lines.append(f"    no code for its SM: {', '.join(node['without_code'])}")
-    return [*lines, f"  {len(answer['nodes'])} nodes, {size_text(answer['bytes'])} in all"]
+    reached = sum(node["before"] != node["after"] for node in answer["nodes"])
+    return [
+        *lines,
+        f"  reaches {reached} of {len(answer['nodes'])} nodes, {size_text(answer['bytes'])} in all",
+    ]
 
 
 def _apply(
@@ -382,14 +391,24 @@ def _apply(
     confirm: bool,
     timeout: float,
     quiet: bool,
+    again: bool,
 ) -> dict[str, object]:
-    """Record, bring in, show the plan, activate. Raise PinsNotApplied when wheels cannot be brought in."""
+    """Record, bring in, show the plan, activate; a revision that failed as a canary only when `again`.
+
+    Raise PinsNotApplied when wheels cannot be brought in.
+    """
     revision = str(depot.post_toml("/v1/pins", text, name=name, propose="true", why=why)["revision"])
     rows = depot.get(f"/v1/pins/{name}/revisions", limit=1000)["revisions"]
-    if next(row for row in rows if row["revision"] == revision)["state"] == "active":
+    state = next(row for row in rows if row["revision"] == revision)["state"]
+    if state == "active" or (order is not None and state == "canary"):
         if not quiet:
-            typer.echo(f"pin set {name}: revision {revision} is current already")
-        return {"name": name, "revision": revision, "changed": False}
+            word = "current" if state == "active" else "a canary"
+            typer.echo(f"pin set {name}: revision {revision} is {word} already")
+        return {"name": name, "revision": revision, "state": state, "changed": False}
+    if state == "failed" and not again:
+        if not quiet:
+            typer.echo(f"pin set {name}: revision {revision} failed as a canary and is left alone")
+        return {"name": name, "revision": revision, "state": state, "changed": False}
     job = depot.post("/v1/materialize", {"revisions": [revision]})
     until = time.monotonic() + timeout
     while job["state"] not in ("succeeded", "failed"):
@@ -419,7 +438,8 @@ def _apply(
     if not quiet:
         state = "current" if order is None else f"a canary on {order['label']}={order['value']}"
         typer.echo(f"pin set {name}: revision {revision} is {state}")
-    return {"name": name, "revision": revision, "changed": True, "plan": plan}
+    state = "active" if order is None else "canary"
+    return {"name": name, "revision": revision, "state": state, "changed": True, "plan": plan}
 
 
 def _index_places(

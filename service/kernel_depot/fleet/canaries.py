@@ -35,7 +35,7 @@ def _judge(engine: Engine, outlook: Outlook, canary: Canary) -> None:
         if digest is None:
             continue
         with reading(engine) as session:
-            tally = nodes.tally(session, node.name, digest)
+            tally = nodes.tally(session, node.name, digest, since=canary.begun_at)
         if tally.worst is not None:
             worst = tally.worst
             failed = SmokeFailed(

@@ -1,20 +1,27 @@
-"""Modules against nodes: how each did where, and whether that is still about what the node has."""
+"""Modules against nodes: how each did where, and whether that is still about what the node is to have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from sqlmodel import Session
 
 from kernel_depot.catalog.tables import Node, SmokeResult
 from kernel_depot.fleet import nodes
 from kernel_depot.fleet.contents import modules_of
+from kernel_depot.fleet.nodes import BAD_OUTCOMES
+
+STALE: Final = "stale"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One module on one node. `state` is its outcome, or `stale`: the node has other bytes or driver."""
+    """One module on one node: `pass`, `fail`, `skipped` or `stale`, and the result that says so.
+
+    `stale`: the node is to have other bytes of the module, or none, or has another driver by now.
+    """
 
     module: str
     node: str
@@ -23,32 +30,32 @@ class Cell:
 
 
 def matrix(
-    session: Session, *, labels: Mapping[str, str] | None = None, module: str | None = None
-) -> tuple[list[Node], list[Cell]]:
-    """Return the nodes, and a cell for the newest result of every module on each of them.
+    session: Session,
+    listed: Sequence[Node],
+    desired: Mapping[str, str | None],
+    *,
+    module: str | None = None,
+) -> list[Cell]:
+    """Return a cell for each module that was smoked on each of the nodes.
 
-    A result is stale when the node's driver is another than then, or when the bundle that is ready on the
-    node has other bytes of the module, or none.
+    `desired` names each node's bundle. A result about its bytes under the node's driver is told, however old;
+    where there is none, the newest other one, as stale.
     """
-    listed = nodes.listed(session, labels)
     by_name = {node.name: node for node in listed}
-    newest: dict[tuple[str, str], SmokeResult] = {}
+    held = {digest: modules_of(session, digest) for digest in set(desired.values()) if digest is not None}
+    chosen: dict[tuple[str, str], Cell] = {}
     for result in nodes.smoke_results(session):
         if result.node not in by_name or (module is not None and result.module != module):
             continue
+        wanted = held.get(desired.get(result.node) or "", {}).get(result.module)
+        current = (wanted, by_name[result.node].driver or "") == (result.sha256, result.driver)
+        state = STALE if not current else "fail" if result.outcome in BAD_OUTCOMES else result.outcome
         key = (result.module, result.node)
-        if key not in newest or newest[key].at < result.at:
-            newest[key] = result
-    held = {digest: modules_of(session, digest) for digest in {n.bundle for n in listed if n.bundle}}
-    cells = [
-        Cell(name, node, _state(by_name[node], result, held), result)
-        for (name, node), result in sorted(newest.items())
-    ]
-    return listed, cells
+        if key not in chosen or _before(chosen[key], state, result):
+            chosen[key] = Cell(result.module, result.node, state, result)
+    return [chosen[key] for key in sorted(chosen)]
 
 
-def _state(node: Node, result: SmokeResult, held: Mapping[str, Mapping[str, str]]) -> str:
-    has = held[node.bundle].get(result.module) if node.bundle is not None else result.sha256
-    if has != result.sha256 or (node.driver or "") != result.driver:
-        return "stale"
-    return result.outcome
+def _before(cell: Cell, state: str, result: SmokeResult) -> bool:
+    """Tell whether another result goes before a cell's."""
+    return (state != STALE, result.at) > (cell.state != STALE, cell.result.at)

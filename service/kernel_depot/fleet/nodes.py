@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import Enum
 from typing import Any
 
@@ -174,11 +175,12 @@ def record_smoke(
         )
 
 
-def tally(session: Session, name: str, bundle: str) -> Tally:
-    """Return how the modules did on a node when it last smoked a bundle."""
-    rows = session.exec(
-        select(SmokeResult).where(SmokeResult.node == name, SmokeResult.bundle == bundle)
-    ).all()
+def tally(session: Session, name: str, bundle: str, *, since: datetime | None = None) -> Tally:
+    """Return how the modules did on a node when it last smoked a bundle; `since` leaves out what is older."""
+    query = select(SmokeResult).where(SmokeResult.node == name, SmokeResult.bundle == bundle)
+    if since is not None:
+        query = query.where(col(SmokeResult.at) >= since)
+    rows = session.exec(query).all()
     worst = next((row for row in rows if row.outcome in BAD_OUTCOMES), None)
     return Tally(dict(Counter(row.outcome for row in rows)), worst)
 
