@@ -47,7 +47,8 @@ def test_a_command_that_a_page_names_exists_with_its_options(page: str, line: st
     words = [word for word in shlex.split(line.replace("'", "")) if word not in ("…", "...", "[", "]")]
     if len(words) < 2 or words[1].startswith("-"):
         return
-    check([word.strip("[]") for word in words[1:]])
+    own = words[: words.index("--")] if "--" in words else words  # behind it, another program's
+    check([word.strip("[]") for word in own[1:]])
 
 
 def test_the_pages_name_commands_at_all() -> None:

@@ -55,6 +55,10 @@ COMMANDS: dict[str, Command] = {
     "agent": Command("kernel_depot.cli.agent", "Keep this node as the depot wants it, and prove it."),
     "cache": Command("kernel_depot.cli.cache", "List and check this node's cache, make room in it."),
     "env": Command("kernel_depot.cli.env", "Print the exports that make programs use the synced files."),
+    "run": Command("kernel_depot.cli.run", "Run a program that uses the synced files."),
+    "coverage": Command(
+        "kernel_depot.cli.coverage", "List modules that were asked for and not there, as a build plan."
+    ),
     "doctor": Command("kernel_depot.cli.doctor", "Say what this node has, what is missing, how to get it."),
     "bench": Command(
         "kernel_depot.cli.bench", "Measure other kernels against the opponent, which the node must have."

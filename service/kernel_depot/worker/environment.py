@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_depot.bundle import ArtifactKind
+from kernel_depot.bundle import ArtifactKind, Bundle
 from kernel_depot.worker.cache import Cache
-from kernel_depot.worker.errors import CacheEmpty
-from kernel_depot.worker.views import View, rs_complete
+from kernel_depot.worker.errors import CacheEmpty, RecorderMissing
+from kernel_depot.worker.views import RECORD_VARIABLE, RECORDER, View, rs_complete
 
 CUTE_DSL = (
     "FLASHINFER_DISABLE_JIT stops nvcc and ninja only: kernels that FlashInfer writes in CuTe-DSL still "
@@ -34,18 +36,21 @@ class Environment:
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self.variables.items()]
         return "\n".join(lines)
 
+    def over(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's variables: `variables` and these, with these first where both say something."""
+        path = [*self.python_path, *filter(None, [variables.get("PYTHONPATH")])]
+        joined = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
+        return {**variables, **joined, **self.variables}
 
-def environment(cache: Cache) -> Environment:
+
+def environment(cache: Cache, *, record: Path | None = None) -> Environment:
     """Tell the environment for the current bundle. Raise CacheEmpty when nothing was synced.
 
-    Paths name the bundle's own views, not `current`: a program keeps its bundle through later syncs.
+    Paths name the bundle's own views, not `current`: a program keeps its bundle through later syncs. With
+    `record`, FlashInfer's questions for modules are appended to that file; raise RecorderMissing where the
+    view cannot do that.
     """
-    digest = cache.current_digest()
-    bundle = cache.bundle(digest) if digest is not None else None
-    if digest is None or bundle is None:
-        raise CacheEmpty(
-            "there is no synced bundle to use", where=str(cache.root), remedy="run kernel-depot sync first"
-        )
+    digest, bundle = _current(cache)
     base = cache.view_dir(digest)
     variables: dict[str, str] = {}
     python_path: tuple[str, ...] = ()
@@ -55,8 +60,18 @@ def environment(cache: Cache) -> Environment:
         python_path = (str(flashinfer),)
         variables["FLASHINFER_DISABLE_JIT"] = "1"
         variables["FLASHINFER_USE_CUDA_NORM"] = "1"
-        variables["FLASHINFER_WORKSPACE_BASE"] = str(_workspace(cache))
+        variables["FLASHINFER_WORKSPACE_BASE"] = str(workspace_base(cache))
         notes.append(CUTE_DSL)
+    if record is not None:
+        if not (flashinfer / RECORDER).is_file():
+            raise RecorderMissing(
+                "nothing here can record which modules are asked for",
+                where=str(flashinfer),
+                expected=RECORDER,
+                remedy="sync a bundle with kernel modules, with its view flashinfer; if there is one, it was "
+                "made by an earlier version: remove it and sync again",
+            )
+        variables[RECORD_VARIABLE] = str(record.absolute())
     cubins = base / View.FILES.value / "flashinfer_cubin" / "cubins"
     if any(artifact.kind is ArtifactKind.CUBIN for artifact in bundle.artifacts) and cubins.is_dir():
         variables["FLASHINFER_CUBIN_DIR"] = str(cubins)
@@ -71,6 +86,21 @@ def environment(cache: Cache) -> Environment:
     return Environment(variables, python_path, tuple(notes))
 
 
-def _workspace(cache: Cache) -> Path:
+def current_bundle(cache: Cache) -> Bundle:
+    """Return the bundle that programs use now. Raise CacheEmpty when nothing was synced."""
+    return _current(cache)[1]
+
+
+def workspace_base(cache: Cache) -> Path:
     """FlashInfer writes generated sources even for modules it finds built, so it gets a place for them."""
     return cache.root / "workspace"
+
+
+def _current(cache: Cache) -> tuple[str, Bundle]:
+    digest = cache.current_digest()
+    bundle = cache.bundle(digest) if digest is not None else None
+    if digest is None or bundle is None:
+        raise CacheEmpty(
+            "there is no synced bundle to use", where=str(cache.root), remedy="run kernel-depot sync first"
+        )
+    return digest, bundle

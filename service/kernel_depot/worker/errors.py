@@ -123,3 +123,31 @@ class ViewImpossible(WorkerError):
     slug = "view-impossible"
     title = "The view cannot be built"
     status = 400
+
+
+class ProgramNotRun(WorkerError):
+    """The program that was to run with the depot's files is not there, or not to be executed."""
+
+    slug = "program-not-run"
+    title = "The program cannot be run"
+    status = 404
+
+    def __init__(self, detail: str, *, exit_status: int, **facts: Any) -> None:
+        super().__init__(detail, **facts)
+        self.exit_status = exit_status
+
+
+class RecorderMissing(WorkerError):
+    """The view has nothing that could write down which modules are asked for."""
+
+    slug = "recorder-missing"
+    title = "The view cannot record"
+    status = 404
+
+
+class RecordUnreadable(WorkerError):
+    """A record of modules that were asked for is not there, or is something else."""
+
+    slug = "record-unreadable"
+    title = "The record cannot be read"
+    status = 400

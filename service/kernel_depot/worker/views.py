@@ -24,6 +24,9 @@ JIT_CACHE: Final = "flashinfer-jit-cache"
 CUBIN: Final = "flashinfer-cubin"
 TVM_FFI: Final = "apache-tvm-ffi"
 LIBTVM_FFI: Final = "libtvm_ffi.so"
+RECORDER: Final = "flashinfer_jit_cache/recorder.py"
+RECORD_VARIABLE: Final = "KERNEL_DEPOT_RECORD"
+"""Names the file in which the drop-in writes down what FlashInfer asks for."""
 RS_EAGER: Final = ("norm", "page", "gdn_prefill_sm90")
 """The modules that flashinfer-rs opens when it starts, which it keeps at the top of its directory."""
 
@@ -254,6 +257,7 @@ def _flashinfer(bundle: Bundle) -> Layout:
         texts["flashinfer_jit_cache/__init__.py"] = _DROP_IN.format(
             version=version, providers=f"[\n{lines}]" if lines else "[]"
         )
+        texts[RECORDER] = Path(__file__).with_name("drop_in_recorder.py").read_text(encoding="utf-8")
         texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {JIT_CACHE}\nVersion: {version}\n"
         texts[f"{info}/INSTALLER"] = "kernel-depot\n"
     if any(_project(wheel) == CUBIN for wheel in bundle.wheels):
@@ -310,6 +314,7 @@ _LAYOUTS: Final = {View.FILES: _files, View.FLASHINFER: _flashinfer, View.FLASHI
 _DROP_IN: Final = '''"""Kernel modules that kernel-depot synced, offered as flashinfer-jit-cache."""
 
 import os
+import sys
 import types
 
 __version__ = {version!r}
@@ -319,14 +324,35 @@ _HERE = os.path.dirname(os.path.realpath(__file__))
 
 _PROVIDERS = {providers}
 
+if os.environ.get("KERNEL_DEPOT_RECORD"):
+    from flashinfer_jit_cache.recorder import watch
+
+    watch(os.environ["KERNEL_DEPOT_RECORD"])
+
+
+def _refuse_another_version():
+    """Raise when the FlashInfer that asks is another version: its own look takes 0.6.10 for 0.6.1."""
+    asking = sys.modules.get("flashinfer.version")
+    if asking is None:
+        return
+    from packaging.version import Version
+
+    if Version(asking.__version__).public != Version(__version__).public:
+        raise RuntimeError(
+            "kernel-depot synced modules of FlashInfer " + __version__ + ", but flashinfer-python is "
+            + asking.__version__ + ": install that version, or pin and sync the modules of this one"
+        )
+
 
 def get_jit_cache_dir():
     """Return the directory that holds <uri>/<uri>.so (asked by flashinfer-python up to 0.6)."""
+    _refuse_another_version()
     return os.path.join(_HERE, "jit_cache")
 
 
 def get_jit_cache_providers():
     """Return one provider for each set of GPU architectures (asked by flashinfer-python from 0.7 on)."""
+    _refuse_another_version()
     return [
         types.SimpleNamespace(
             version=__version__, jit_cache_dir=os.path.join(_HERE, provider["directory"]), **provider
