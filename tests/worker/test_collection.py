@@ -8,12 +8,15 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kernel_depot.bundle import ArtifactKind, Bundle, BundleArtifact, BundleWheel, PinSetRef
 from kernel_depot.platform import Arch, CudaTag, Platform
@@ -21,7 +24,7 @@ from kernel_depot.worker.cache import Cache
 from kernel_depot.worker.collection import UNNAMED_AGE, collect, pin, unpin
 from kernel_depot.worker.errors import CacheEmpty
 from kernel_depot.worker.usage import usage
-from kernel_depot.worker.views import View, ViewChoice, build_views
+from kernel_depot.worker.views import _DROP_IN, View, ViewChoice, build_views
 
 SIZE = 100_000
 Put = Callable[..., str]
@@ -70,6 +73,38 @@ def put(cache: Cache) -> Put:
         return digest
 
     return make
+
+
+def write_bundle(cache: Cache, name: str, blobs: set[int], *, private: Path) -> tuple[str, set[str]]:
+    """Put a bundle of blobs of 1,000 bytes, each told by its number, into the cache."""
+    hashes = set()
+    artifacts = []
+    for number in sorted(blobs):
+        data = bytes([number]) * 1000
+        sha256 = hashlib.sha256(data).hexdigest()
+        hashes.add(sha256)
+        cache.fan_out([sha256])
+        cache.blob_path(sha256).write_bytes(data)
+        artifacts.append(BundleArtifact(f"{number}.so", ArtifactKind.SUPPORT, sha256, 1000, "e" * 64, None))
+    data = canonical(name, tuple(artifacts))
+    digest = hashlib.sha256(data).hexdigest()
+    cache.write_bundle(digest, data, private=private)
+    cache.view_dir(digest).mkdir(parents=True)
+    return digest, hashes
+
+
+def canonical(name: str, artifacts: tuple[BundleArtifact, ...]) -> bytes:
+    """Return the manifest of a bundle."""
+    bundle = Bundle(
+        pin_sets=(PinSetRef(name, "0" * 64),),
+        platform=Platform(CudaTag(13, 0), Arch.parse("x86_64"), None),
+        modules=None,
+        groups=(),
+        wheels=(BundleWheel("p", "1", "p-1-py3-none-any.whl", "e" * 64, 1, "cu130"),),
+        artifacts=artifacts,
+        missing=(),
+    )
+    return json.dumps(bundle.to_json(), sort_keys=True, separators=(",", ":")).encode()
 
 
 def held(cache: Cache) -> set[str]:
@@ -137,6 +172,37 @@ def test_a_mapped_file_keeps_its_bundle_under_whichever_name_it_was_mapped(cache
     assert not cache.blob_path(blob).exists()
 
 
+def test_a_view_in_an_environment_or_an_imported_drop_in_keeps_its_bundle(
+    cache: Cache, put: Put, tmp_path: Path
+) -> None:
+    given, imported = put("given", age=300), put("imported", age=200)
+    put("now", age=100, current=True)
+    view = cache.view_dir(given) / "files"
+    package = cache.view_dir(imported) / "flashinfer" / "flashinfer_jit_cache"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(_DROP_IN.format(version="1", providers="[]"))
+    link = tmp_path / "link"
+    link.symlink_to(package.parent)
+    program = "import sys\nimport {}\nprint('runs', flush=True)\nsys.stdin.read()"
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", program.format(name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        for name, path in (("os", view), ("flashinfer_jit_cache", link))
+    ]
+    for holder in holders:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"runs\n"
+    link.unlink()
+    assert collect(cache, limit=0).removed == ()
+    for holder in holders:
+        holder.communicate()
+    assert set(collect(cache, limit=0).removed) == {given, imported}
+
+
 def test_old_blobs_that_no_bundle_names_go_and_new_ones_stay(cache: Cache, put: Put) -> None:
     put("now", age=0, current=True)
     for name, age in (("a" * 64, 2 * UNNAMED_AGE), ("b" * 64, 0.0)):
@@ -172,3 +238,43 @@ def test_mapped_memory_outlives_what_was_collected(cache: Cache, put: Put) -> No
         before = bytes(mapped)
         path.unlink()
         assert bytes(mapped) == before
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    holds=st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=5),
+    stays=st.lists(st.sampled_from(["", "current", "pinned", "wanted"]), min_size=5, max_size=5),
+    limit=st.integers(0, 9),
+)
+def test_nothing_that_stays_loses_a_blob_and_room_is_made_as_far_as_it_can_be(
+    tmp_path: Path, holds: list[set[int]], stays: list[str], limit: int
+) -> None:
+    cache = Cache(Path(tempfile.mkdtemp(dir=tmp_path)))
+    cache.prepare()
+    named: dict[str, set[str]] = {}
+    wanted: list[str] = []
+    with cache.private() as private:
+        for number, blobs in enumerate(holds):
+            digest, hashes = write_bundle(cache, f"b{number}", blobs, private=private)
+            named[digest] = hashes
+            os.utime(cache.bundle_path(digest), (number, number))
+            stay = stays[number]
+            if stay == "current":
+                cache.current.unlink(missing_ok=True)
+                cache.switch(digest, private=private)
+            elif stay == "pinned":
+                pin(cache, digest)
+            elif stay == "wanted":
+                wanted.append(digest)
+    current = cache.current_digest()
+    kept = {digest for digest in named if (cache.bundles / f"{digest}.pinned").exists()}
+    kept |= {*wanted, *([current] if current else [])}
+    done = collect(cache, limit=limit * 1000, keep=wanted)
+    left = {path.name for path in cache.blobs.glob("*/*")}
+    assert kept <= held(cache)
+    assert set(done.removed) == named.keys() - held(cache)
+    assert left == {sha256 for digest in held(cache) for sha256 in named[digest]}
+    assert done.after == 1000 * len(left)
+    assert done.after <= limit * 1000 or held(cache) == kept
+    removable = [digest for digest in named if digest not in kept]  # the oldest first
+    assert list(done.removed) == removable[: len(done.removed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ class Usage:
 
 
 def usage(cache: Cache) -> Usage:
-    """Look through /proc: mappings, open files, working directories. A mapped file is told by its inode too.
+    """Look through /proc: mappings, open files, working directories, environments and arguments.
+
+    A mapped file is told by its inode too.
 
     A blob and its names in views are hard links of one file, so its inode finds it whatever name was mapped.
     """
@@ -42,6 +45,7 @@ def usage(cache: Cache) -> Usage:
                         bundles.add(digest)
                 if identity in by_inode:
                     blobs.add(by_inode[identity])
+            bundles |= _given(process, views)
         except PermissionError:
             unseen += 1
         except OSError:
@@ -65,6 +69,16 @@ def _processes() -> Iterator[Path]:
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
             yield entry
+
+
+def _given(process: Path, views: str) -> set[str]:
+    """Return the bundles whose views a process was given, in its environment or its arguments.
+
+    It may not have opened a file of them yet, and will.
+    """
+    text = (process / "environ").read_bytes() + b"\0" + (process / "cmdline").read_bytes()
+    found = re.findall(re.escape(os.fsencode(views)) + rb"([0-9a-f]{64})", text)
+    return {digest.decode() for digest in found}
 
 
 def _files(process: Path) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -322,6 +322,9 @@ __version__ = {version!r}
 # A process stays with the bundle it started with: links such as `current` are resolved once.
 _HERE = os.path.dirname(os.path.realpath(__file__))
 
+# Held open, it tells collections that a process uses the bundle, though it has not loaded a module yet.
+_HELD = os.open(_HERE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
 _PROVIDERS = {providers}
 
 if os.environ.get("KERNEL_DEPOT_RECORD"):
