@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from kernel_depot.cli.control import Control, JsonOption, ServerOption, TokenOption, WhyOption
 from kernel_depot.cli.render import print_json, size_text
 from kernel_depot.errors import DepotError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kernel_depot.pins.candidates import IndexPlace
-    from kernel_depot.pins.pin import Pin
-
-_STABLE: Final = "https://flashinfer.ai/whl/{cuda}"
-_NIGHTLY: Final = "https://flashinfer.ai/whl/nightly/{cuda}"
 
 app = typer.Typer(no_args_is_help=True, help="Check pin sets; let their revisions roll through the fleet.")
 
@@ -102,52 +93,20 @@ def discover(
     Comments and order stay. FlashInfer's projects must agree on a version and apache-tvm-ffi must be one that
     flashinfer-python asks for: otherwise it says why not. Exit 1 when newer wheels cannot be proposed.
     """
-    import difflib
+    from kernel_depot.cli.discovering import discover_files
 
-    from kernel_depot.pins.candidates import Indexes
-    from kernel_depot.pins.discovery import discover as look
-    from kernel_depot.pins.document import read_pin_set
-    from kernel_depot.settings import load_settings
-
-    known = load_settings().index
-    stuck = False
-    answers = []
-    for file in files or sorted(Path("pins").glob("*.toml")):
-        pin_set = read_pin_set(file)
-        tags = sorted({pin.cuda for pin in pin_set.pins}, key=str)
-        places = _index_places(index, pin_set.pins, known, nightly=nightly)
-        indexes = Indexes(places, tags)
-        try:
-            found = look(pin_set, indexes, projects=project or (), pre=pre or nightly)
-        finally:
-            indexes.close()
-        stuck |= bool(found.why_not) and not found.changes
-        if write and found.changes:
-            staged = file.with_name(f".{file.name}.new")
-            staged.write_text(found.text, encoding="utf-8")
-            staged.replace(file)
-        answers.append(
-            {
-                "file": str(file),
-                "changes": [
-                    {"before": change.before.to_json(), "after": change.after.to_json()}
-                    for change in found.changes
-                ],
-                "why_not": list(found.why_not),
-                "text": found.text,
-            }
-        )
-        if not as_json:
-            lines = pin_set.text.splitlines(keepends=True), found.text.splitlines(keepends=True)
-            typer.echo("".join(difflib.unified_diff(*lines, str(file), str(file))), nl=False)
-            for reason in found.why_not:
-                typer.echo(f"{file}: not proposed: {reason}")
-            newer = f"{len(found.changes)} newer pins" + (", written" if write and found.changes else "")
-            typer.echo(f"{file}: {newer if found.changes else 'no newer pins to propose'}")
-    if not answers:
+    found = files or sorted(Path("pins").glob("*.toml"))
+    if not found:
         raise typer.BadParameter("there is no pins/*.toml here; name the files", param_hint="FILE")
-    if as_json:
-        print_json(answers)
+    stuck = discover_files(
+        found,
+        indexes=index or (),
+        projects=project or (),
+        nightly=nightly,
+        pre=pre or nightly,
+        write=write,
+        as_json=as_json,
+    )
     if stuck:
         raise typer.Exit(1)
 
@@ -440,41 +399,6 @@ def _apply(
         typer.echo(f"pin set {name}: revision {revision} is {state}")
     state = "active" if order is None else "canary"
     return {"name": name, "revision": revision, "state": state, "changed": True, "plan": plan}
-
-
-def _index_places(
-    given: list[str] | None, pins: Sequence[Pin], known: Mapping[str, str], *, nightly: bool
-) -> list[IndexPlace]:
-    """Return the indexes to look at; an address that a name stands for is that name's."""
-    from pypi_simple import PYPI_SIMPLE_ENDPOINT
-
-    from kernel_depot.pins.candidates import IndexPlace
-    from kernel_depot.pins.index import DEFAULT_INDEX, IndexUnknown
-    from kernel_depot.pins.pin import IndexOrigin
-
-    addresses = {DEFAULT_INDEX: PYPI_SIMPLE_ENDPOINT, **known}
-    names = {address.rstrip("/"): name for name, address in addresses.items()}
-    words = list(given or ())
-    if not words:
-        named = {pin.origin.name for pin in pins if isinstance(pin.origin, IndexOrigin)}
-        words = [_STABLE, *sorted({DEFAULT_INDEX, *named})]
-    if nightly:
-        words.append(_NIGHTLY)
-    places = []
-    for word in words:
-        if word in addresses:
-            places.append(IndexPlace(addresses[word], word))
-        elif word.startswith(("http://", "https://")):
-            places.append(IndexPlace(word, names.get(word.rstrip("/"))))
-        else:
-            raise IndexUnknown(
-                f"the package index {word!r} has no address",
-                where="--index",
-                expected=f"an http address or one of {', '.join(sorted(addresses))}",
-                found=word,
-                remedy=f"set KERNEL_DEPOT_INDEX_{word.upper()} to its simple-API address",
-            )
-    return places
 
 
 def _order(canary: str | None, require: int) -> dict[str, object] | None:
