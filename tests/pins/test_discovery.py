@@ -147,7 +147,8 @@ def pins(*, cubin: bool = False) -> str:
                 f'[flashinfer_cubin.{cuda}.{arch}]\nfilename = "{name}"\nsha256 = "{sha(name)}"\n'
                 'index = "local"\n'
             )
-    return "".join(lines) + "# The end.\n"
+    group = '[groups.opponent]\ndefault = true\nmodules = ["norm"]  # by name\n'
+    return "".join(lines) + group + "# The end.\n"
 
 
 def listed(names: Iterable[str], **facts: Any) -> list[Listed]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import tomlkit
 
+from kernel_depot.pins import groups
 from kernel_depot.pins.document import parse_pin_set
 from kernel_depot.pins.pin import IndexOrigin, Pin, PinSet, StoreOrigin, UrlOrigin, project_word
 
@@ -39,6 +40,8 @@ def amend(pin_set: PinSet, pins: Mapping[Place, Pin], *, allow_file_urls: bool =
     """
     document = tomlkit.parse(pin_set.text)
     for project, tags in document.items():
+        if project == groups.TABLE:
+            continue
         for tag, archs in _tables(tags):
             for arch, entry in _tables(archs):
                 for table in entry if isinstance(entry, list) else [entry]:
