@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,12 +15,20 @@ import pytest
 from kernel_depot.catalog import leases, queries, record
 from kernel_depot.catalog.bundles import PinSetUnknown
 from kernel_depot.catalog.database import reading, writing
-from kernel_depot.catalog.tables import Job
+from kernel_depot.catalog.tables import Job, Lease
 from kernel_depot.jobs.depot import Depot
-from kernel_depot.jobs.engine import EngineNotRunning, _adopt, start_engine, submit_materialize
+from kernel_depot.jobs.engine import (
+    EngineNotRunning,
+    _adopt,
+    _start_forgotten,
+    _Stopping,
+    start_engine,
+    submit_materialize,
+)
 from kernel_depot.pins.document import read_pin_set
 
 PinFiles = Callable[..., Any]
+LEASE = 3  # seconds, of a server and of the one that takes its jobs over
 
 SERVER = """
 import json, sys, time
@@ -200,3 +209,110 @@ def test_two_engines_with_one_name_take_two(embedded: Depot) -> None:
         finally:
             engine.close()
             child.kill()
+
+
+FOREIGN = """
+from kernel_depot.catalog import leases
+here = leases.process_name
+leases.process_name = lambda: "0" * 32 + here()[32:]
+"""
+
+
+def test_a_job_is_taken_over_when_the_lease_of_another_machine_is_over(
+    depot: Depot, pin_files: PinFiles
+) -> None:
+    """Nobody here can see whether that process lives, and it never returns."""
+    pinned = pin_files(30)
+    recorded(depot, pinned.pins)
+    wheel = leases.acquire(depot.engine, f"wheel:{pinned.sha256}", seconds=600)
+    assert isinstance(wheel, leases.Acquired)
+    settings = depot.settings
+    arguments = json.dumps(
+        {
+            "data_dir": str(settings.data_dir),
+            "database_url": settings.database_url,
+            "store_url": settings.store_url,
+            "lease_seconds": LEASE,
+        }
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", FOREIGN + SERVER, arguments], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        job_id = child.stdout.readline().strip()
+        reached(depot, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
+        child.kill()
+    killed = time.monotonic()
+    leases.release(depot.engine, wheel)
+    with reading(depot.engine) as session:
+        assert leases.is_live(session, "executor:one")
+    other = replace(
+        depot, settings=settings.model_copy(update={"replica": "two", "lease_seconds": float(LEASE)})
+    )
+    engine = start_engine(other)
+    try:
+        assert _adopt(other, "two") == []
+        job = finished(depot, job_id)
+    finally:
+        engine.close()
+    print(f"taken over and done after {time.monotonic() - killed:.1f} s with leases of {LEASE} s")
+    assert job.state == "succeeded"
+    assert depot.store.has(pinned.digests) == pinned.digests
+    with reading(depot.engine) as session:
+        lease = session.get(Lease, "executor:one")
+        assert lease is not None
+        assert job.finished_at is not None
+        assert lease.expires_at <= job.finished_at
+
+
+def test_a_job_that_only_has_its_row_is_started_once(embedded: Depot, pin_files: PinFiles) -> None:
+    """Its server was killed before the workflow was begun."""
+    pinned = pin_files(3)
+    recorded(embedded, pinned.pins)
+    with reading(embedded.engine) as session:
+        (pin_set,) = queries.current_pin_sets(session)
+    request = {
+        "pin_sets": [{"name": pin_set.name, "revision": pin_set.digest}],
+        "cuda": None,
+        "arch": None,
+    }
+    with writing(embedded.engine) as session:
+        record.create_job(session, "left", kind="materialize", request=request, asked_by="test")
+    hasty = replace(embedded, settings=embedded.settings.model_copy(update={"lease_seconds": 1.0}))
+    engine = start_engine(hasty)
+    try:
+        job = finished(embedded, "left")
+        assert _start_forgotten(hasty) == []
+    finally:
+        engine.close()
+    assert job.state == "succeeded"
+    assert [wheel["outcome"] for wheel in job.wheels] == ["ingested"]
+
+
+def test_an_engine_whose_lease_was_taken_does_nothing_more(embedded: Depot, pin_files: PinFiles) -> None:
+    pinned = pin_files(3)
+    recorded(embedded, pinned.pins)
+    wheel = leases.acquire(embedded.engine, f"wheel:{pinned.sha256}", seconds=600)
+    assert isinstance(wheel, leases.Acquired)
+    settings = embedded.settings.model_copy(update={"replica": "cut-off", "lease_seconds": 1.0})
+    gone = Event()
+    engine = start_engine(replace(embedded, settings=settings), on_lost=gone.set)
+    try:
+        job_id = submit_materialize(engine.depot, asked_by="test")
+        reached(embedded, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
+        with writing(embedded.engine) as session:
+            lease = session.get(Lease, "executor:cut-off")
+            assert lease is not None
+            lease.owner = "someone else"
+            session.add(lease)
+        assert gone.wait(60)
+        with pytest.raises(_Stopping):
+            engine.stop_if_asked()
+    finally:
+        leases.release(embedded.engine, wheel)
+        engine.close()
+    with reading(embedded.engine) as session:
+        job = queries.job(session, job_id)
+    assert job is not None
+    assert job.state == "running"
+    assert embedded.store.has(pinned.digests) == set()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from sqlalchemy import Engine, delete, func, or_, update
@@ -101,32 +102,68 @@ def release(engine: Engine, lease: Acquired) -> None:
 
 
 @contextmanager
-def kept(engine: Engine, lease: Acquired, *, seconds: float) -> Iterator[None]:
-    """Renew the lease in a thread three times a period while the block runs, then give it back."""
+def kept(
+    engine: Engine,
+    lease: Acquired,
+    *,
+    seconds: float,
+    on_lost: Callable[[], None] | None = None,
+    on_silence: bool = False,
+) -> Iterator[None]:
+    """Renew the lease in a thread three times a period while the block runs, then give it back.
+
+    `on_lost` is called, once and in a thread, when someone else took the lease; with `on_silence` also before
+    the lease expires when the database could not be told in time that its holder lives.
+    """
     done = Event()
+    lost = Lock()
+    sure_until = [time.monotonic() + seconds]
+
+    def tell() -> None:
+        if on_lost is not None and lost.acquire(blocking=False):
+            on_lost()
 
     def work() -> None:
         while not done.wait(seconds / 3):
+            asked = time.monotonic()
             try:
                 if not renew(engine, lease, seconds=seconds):
+                    tell()
                     return
             except DBAPIError:
                 continue  # the database may come back before the lease expires
+            sure_until[0] = asked + seconds
 
-    thread = Thread(target=work, name=f"lease {lease.key}", daemon=True)
-    thread.start()
+    def mind() -> None:
+        # Apart from the other thread, whose question to a database that is cut off can hang for minutes.
+        while not done.wait(seconds / 20):
+            if time.monotonic() > sure_until[0] - seconds / 10:
+                tell()
+                return
+
+    targets = [work, mind] if on_silence else [work]
+    threads = [Thread(target=target, name=f"lease {lease.key}", daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         release(engine, lease)
 
 
 def is_live(session: Session, key: str) -> bool:
-    """Tell whether someone who may be alive holds the lease."""
+    """Tell whether someone who may be alive holds the lease.
+
+    A process of this machine that is seen to live is alive, however late it renews.
+    """
     lease = session.exec(select(Lease).where(Lease.key == key)).one_or_none()
-    return lease is not None and lease.expires_at >= clock(session) and not is_dead(lease.owner)
+    if lease is None:
+        return False
+    dead = is_dead(lease.owner)
+    return dead is False or (dead is None and lease.expires_at >= clock(session))
 
 
 def remove_dead(engine: Engine) -> int:

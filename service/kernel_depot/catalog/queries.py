@@ -324,6 +324,12 @@ def jobs(session: Session, *, limit: int = 100) -> list[Job]:
     return list(session.exec(select(Job).order_by(col(Job.created_at).desc()).limit(limit)))
 
 
+def queued_jobs(session: Session, *, kind: str, before: datetime) -> list[Job]:
+    """Return the jobs of a kind that were handed in before a moment and that nobody has begun."""
+    query = select(Job).where(Job.kind == kind, Job.state == "queued", col(Job.created_at) < before)
+    return list(session.exec(query.order_by(col(Job.created_at))))
+
+
 def job_counts(session: Session) -> dict[str, int]:
     """Return how many jobs there are in each state."""
     counts: Any = session.exec(select(Job.state, func.count()).group_by(col(Job.state)))

@@ -7,9 +7,11 @@ lie in `jobs.sqlite`, or in the PostgreSQL database under the schema `dbos`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
 from threading import Event, Lock, Semaphore, Thread
 from typing import Any
 from uuid import uuid4
@@ -36,8 +38,10 @@ _log = logging.getLogger(__name__)
 
 # What a stored workflow needs of the code. Raised when its steps change so that old ones cannot go on.
 _WORKFLOW_VERSION = "1"
+_KIND = "materialize"
 _PARALLEL_WHEELS = 4
 _REPORT_SECONDS = 1.0
+_LEASE_LOST = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class EngineNotRunning(DepotError):
@@ -62,8 +66,12 @@ class JobEngine:
     _zstd: ZstdMaker
     _stopping: Event = field(default_factory=Event)
 
+    def lost(self) -> None:
+        """Let no step go on: another server may take this one for dead, and do its work."""
+        self._stopping.set()
+
     def stop_if_asked(self) -> None:
-        """Raise in a step's thread once the engine is closing."""
+        """Raise in a step's thread once the engine is closing, or others may do its work."""
         if self._stopping.is_set():
             raise _Stopping
 
@@ -87,17 +95,32 @@ _boards: dict[str, Board] = {}
 _wheels = Semaphore(_PARALLEL_WHEELS)
 
 
-def start_engine(depot: Depot) -> JobEngine:
+def end_process() -> None:
+    """End this process at once, unclean, so that what it does cannot go on beside its successor's work."""
+    _log.critical("this server's lease is lost: others take it for dead, so it ends; start it again")
+    logging.shutdown()
+    os._exit(_LEASE_LOST)
+
+
+def start_engine(depot: Depot, *, on_lost: Callable[[], None] = end_process) -> JobEngine:
     """Start the engine of this process on the depot, and take up the jobs an earlier one left.
 
+    `on_lost` is called when others may take this process for dead while it lives. With an embedded catalog
+    silence alone is no loss: its processes share this machine and see each other live.
     Raise EngineNotRunning when one runs already.
     """
+
+    def lost() -> None:
+        if _running is not None:
+            _running.lost()
+        on_lost()
+
     global _running
     with _lock:
         if _running is not None:
             raise EngineNotRunning("this process runs a job engine already", where=_running.executor)
         with ExitStack() as stack:
-            executor = _executor(depot, stack)
+            executor = _executor(depot, stack, on_lost=lost)
             zstd = ZstdMaker(depot)
             _running = JobEngine(depot, executor, stack, zstd)
             try:
@@ -114,14 +137,21 @@ def start_engine(depot: Depot) -> JobEngine:
             return _running
 
 
-def _executor(depot: Depot, stack: ExitStack) -> str:
+def _executor(depot: Depot, stack: ExitStack, *, on_lost: Callable[[], None]) -> str:
     """Take a name that no living engine has: the replica's, else that with a number."""
     number = 1
     while True:
         name = depot.settings.replica + (f"-{number}" if number > 1 else "")
         lease = leases.acquire(depot.engine, f"executor:{name}", seconds=depot.settings.lease_seconds)
         if isinstance(lease, leases.Acquired):
-            stack.enter_context(leases.kept(depot.engine, lease, seconds=depot.settings.lease_seconds))
+            kept = leases.kept(
+                depot.engine,
+                lease,
+                seconds=depot.settings.lease_seconds,
+                on_lost=on_lost,
+                on_silence=depot.engine.dialect.name != "sqlite",
+            )
+            stack.enter_context(kept)
             return name
         number += 1
 
@@ -176,7 +206,27 @@ def _adopt(depot: Depot, executor: str) -> list[str]:
         orphans = [status.workflow_id for status in pending if status.executor_id in dead]
         for workflow_id in orphans:
             DBOS.resume_workflow(workflow_id)
+        _start_forgotten(depot)
     return orphans
+
+
+def _start_forgotten(depot: Depot) -> list[str]:
+    """Start the jobs whose server died between the row and the workflow; return their ids.
+
+    A workflow of that id that is there after all is not started twice.
+    """
+    before = record.now() - timedelta(seconds=depot.settings.lease_seconds)
+    with reading(depot.engine) as session:
+        waiting = queries.queued_jobs(session, kind=_KIND, before=before)
+    if not waiting:
+        return []
+    ids = [job.id for job in waiting]
+    begun = {status.workflow_id for status in DBOS.list_workflows(workflow_ids=ids)}
+    forgotten = [job for job in waiting if job.id not in begun]
+    for job in forgotten:
+        with SetWorkflowID(job.id):
+            DBOS.start_workflow(_materialize, job.id, job.request)
+    return [job.id for job in forgotten]
 
 
 def submit_materialize(
@@ -210,7 +260,7 @@ def submit_materialize(
     }
     job_id = str(uuid4())
     with writing(depot.engine) as session:
-        record.create_job(session, job_id, kind="materialize", request=request, asked_by=asked_by)
+        record.create_job(session, job_id, kind=_KIND, request=request, asked_by=asked_by)
     with SetWorkflowID(job_id):
         DBOS.start_workflow(_materialize, job_id, request)
     return job_id
@@ -253,6 +303,7 @@ def _bring(job_id: str, request: dict[str, Any], sha256: str) -> dict[str, Any]:
             _log.exception("job %s: %s failed", job_id, pin.filename)
             problem = DepotError(f"{type(error).__name__} while {pin.filename} was brought in").problem()
             outcome = Failed(pin, problem)
+        engine.stop_if_asked()
         board.settle(pin.filename, outcome.to_json())
     engine.wake_zstd()
     return outcome.to_json()
