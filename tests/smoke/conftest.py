@@ -112,15 +112,15 @@ class Computing:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def __call__(self, family: str, *, fault: str = "kNone") -> bytes:
+    def __call__(self, family: str, *, fault: str = "kNone", posenc: int = 0) -> bytes:
         """Return a module of a family (`norm` is norm.cpp), with one of computing.h's faults."""
-        target = self._directory / f"{family}-{fault}.so"
+        target = self._directory / f"{family}-{fault}-{posenc}.so"
         with FileLock(self._directory / "lock"):
             if not target.exists():
-                self._compile(HERE / f"{family}.cpp", target, fault)
+                self._compile(HERE / f"{family}.cpp", target, fault, posenc)
         return target.read_bytes()
 
-    def _compile(self, source: Path, target: Path, fault: str) -> None:
+    def _compile(self, source: Path, target: Path, fault: str, posenc: int) -> None:
         flags = subprocess.run(
             [sys.executable, "-m", "tvm_ffi.config", "--cxxflags"], check=True, capture_output=True, text=True
         ).stdout.split()
@@ -134,6 +134,7 @@ class Computing:
             "-s",
             *flags,
             f"-DFAULT=computing::{fault}",
+            f"-DPOSENC={posenc}",
         ]
         done = subprocess.run(
             [*command, str(source), "-o", str(part)], check=False, capture_output=True, text=True

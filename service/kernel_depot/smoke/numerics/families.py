@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from kernel_depot.kernels.errors import InvalidArgument
 from kernel_depot.kernels.uri import Release
-from kernel_depot.kernels.uri_parameters import Family, ModuleParameters, parse_uri
+from kernel_depot.kernels.uri_parameters import (
+    AttentionModule,
+    Family,
+    MlaModule,
+    ModuleParameters,
+    PlainModule,
+    parse_uri,
+)
 from kernel_depot.smoke.numerics.case import Case, Skipped
 
 
@@ -25,13 +32,30 @@ def parameters_of(uri: str, release: Release) -> ModuleParameters:
 
 
 def cases_of(parameters: ModuleParameters) -> Iterator[Case]:
-    """Yield a module's cases, at least one. Families are imported when they are asked for."""
-    family = parameters.family
-    if family is Family.NORM:
-        from kernel_depot.smoke.numerics import norm
+    """Yield a module's cases, at least one. Families, which need numpy, are imported when asked for."""
+    if isinstance(parameters, MlaModule):
+        from kernel_depot.smoke.numerics import mla
 
-        yield from norm.cases()
-    elif family is Family.PAGE:
-        from kernel_depot.smoke.numerics import page
+        yield from mla.cases(parameters)
+    elif isinstance(parameters, AttentionModule):
+        from kernel_depot.smoke.numerics import decode, prefill
 
-        yield from page.cases()
+        yield from {
+            Family.SINGLE_PREFILL: prefill.single_cases,
+            Family.BATCH_PREFILL: prefill.batch_cases,
+            Family.SINGLE_DECODE: decode.single_cases,
+            Family.BATCH_DECODE: decode.batch_cases,
+        }[parameters.family](parameters)
+    else:
+        yield from _plain_cases(parameters)
+
+
+def _plain_cases(module: PlainModule) -> Iterator[Case]:
+    from kernel_depot.smoke.numerics import gdn, moe, norm, page
+
+    if module.family is Family.FUSED_MOE:
+        yield from moe.cases(module.name)
+    else:
+        yield from {Family.NORM: norm.cases, Family.PAGE: page.cases, Family.GDN_PREFILL: gdn.cases}[
+            module.family
+        ]()
