@@ -57,6 +57,18 @@ class Settings(BaseSettings):
         description="File or directory of CAs to trust beside the usual ones; default REQUESTS_CA_BUNDLE.",
     )
 
+    signed_url_seconds: int = Field(
+        default=0,
+        ge=0,
+        le=7 * 86400,
+        description="Life of the signed URLs that S3 blobs redirect to; 0: none.",
+    )
+    accel_prefix: str | None = Field(
+        default=None,
+        pattern=r"^/[A-Za-z0-9/_-]*[A-Za-z0-9_-]$",
+        description="nginx's internal location of the store's directory; see docker/nginx.conf.",
+    )
+
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a dead process can block others.")
     extract_threads: int = Field(
         default_factory=lambda: min(os.cpu_count() or 2, 8),

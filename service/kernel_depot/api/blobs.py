@@ -21,11 +21,13 @@ from kernel_depot.api.caching import (
     requested_range,
 )
 from kernel_depot.api.context import DepotDependency
+from kernel_depot.api.elsewhere import handed_over, redirect
 from kernel_depot.api.problems import ApiError, RequestInvalid, documented
 from kernel_depot.api.sending import BlobDamaged, Body, FileBody, IteratedBody, SizedResponse, damaged
 from kernel_depot.catalog import queries
 from kernel_depot.catalog.database import reading
 from kernel_depot.catalog.tables import Blob
+from kernel_depot.jobs.depot import Depot
 from kernel_depot.store.blobs import Form, Store
 
 MEDIA_TYPE = "application/octet-stream"
@@ -88,6 +90,7 @@ _BYTES = {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binar
         200: {"description": "The whole blob.", **_BYTES},
         206: {"description": "The byte range asked for, of the identity bytes.", **_BYTES},
         304: {"description": "The client has this form already."},
+        307: {"description": "S3 sends the identity bytes: `Location` is a signed URL. A setting."},
     },
 )
 def get_blob(request: Request, depot: DepotDependency, _caller: Reader, sha256: Sha256) -> Response:
@@ -97,7 +100,7 @@ def get_blob(request: Request, depot: DepotDependency, _caller: Reader, sha256: 
     beyond the end are answered 416 with `Content-Range: bytes */SIZE`. A range always addresses the
     identity bytes. `If-Range` with the ETag makes resuming safe; `If-None-Match` saves a repeat.
     """
-    return answer_blob(request, depot.store, _known(depot, sha256))
+    return answer_blob(request, depot, _known(depot, sha256))
 
 
 @router.head(
@@ -113,7 +116,7 @@ def get_blob(request: Request, depot: DepotDependency, _caller: Reader, sha256: 
 )
 def head_blob(request: Request, depot: DepotDependency, _caller: Reader, sha256: Sha256) -> Response:
     """Send the headers that GET would send for the whole blob; `Range` is ignored (RFC 9110, 14.2)."""
-    return answer_blob(request, depot.store, _known(depot, sha256))
+    return answer_blob(request, depot, _known(depot, sha256))
 
 
 def _known(depot: DepotDependency, sha256: str) -> Blob:
@@ -129,7 +132,7 @@ def _known(depot: DepotDependency, sha256: str) -> Blob:
     return row
 
 
-def answer_blob(request: Request, store: Store, row: Blob) -> Response:
+def answer_blob(request: Request, depot: Depot, row: Blob) -> Response:
     """Answer a GET or HEAD for a blob that the catalog knows.
 
     The stored form must have the length that the catalog knows before anything of it is sent: a
@@ -139,12 +142,14 @@ def answer_blob(request: Request, store: Store, row: Blob) -> Response:
     is_ranged = request.method == "GET" and "range" in request.headers
     kept = row.zstd_state == "made" and row.zstd_size is not None and not is_ranged
     form = choose_form(accepted, zstd_kept=kept)
+    if form is Form.ZSTD and request.method == "GET" and depot.settings.signed_url_seconds:
+        form = choose_form(accepted, zstd_kept=False)
     if form is Form.ZSTD:
         try:
-            return _answer_form(request, store, row, form)
+            return _answer_form(request, depot, row, form)
         except BlobDamaged:
             form = choose_form(accepted, zstd_kept=False)
-    return _answer_form(request, store, row, form)
+    return _answer_form(request, depot, row, form)
 
 
 def immutable_headers(sha256: str, form: Form) -> dict[str, str]:
@@ -168,7 +173,8 @@ def not_modified_response(headers: dict[str, str]) -> Response:
     return Response(status_code=304, headers=kept)
 
 
-def _answer_form(request: Request, store: Store, row: Blob, form: Form) -> Response:
+def _answer_form(request: Request, depot: Depot, row: Blob, form: Form) -> Response:
+    store, settings = depot.store, depot.settings
     headers = immutable_headers(row.sha256, form) | {"accept-ranges": "bytes"}
     if not_modified(request.headers, headers["etag"]):
         return not_modified_response(headers)
@@ -180,6 +186,17 @@ def _answer_form(request: Request, store: Store, row: Blob, form: Form) -> Respo
     if request.method == "GET" and form is Form.IDENTITY:
         part = requested_range(request.headers, etag=headers["etag"], size=size)
     start, end = (part.start, part.end) if part is not None else (0, size)
+    if request.method == "GET" and store.path(row.sha256, form=form) is None:
+        signed = redirect(store, settings, row.sha256) if form is Form.IDENTITY else None
+        if signed is not None:
+            return signed
+    elif request.method == "GET" and settings.accel_prefix is not None:
+        _check_size(store, row.sha256, form, size=size)
+        handed = handed_over(
+            request, store, settings, row.sha256, form=form, media_type=MEDIA_TYPE, headers=headers
+        )
+        if handed is not None:
+            return handed
     body: Body | None = None
     if request.method == "GET":
         body = _open(store, row.sha256, form, size=size, start=start, end=end)
