@@ -89,3 +89,30 @@ def test_a_node_that_was_forgotten_tells_all_of_it_again(fleet: Any, good: str) 
         ("norm", known[0]["sha256"])
     ]
     assert again["node"]["bytes"] == 0
+
+
+def test_an_agent_killed_again_and_again_comes_to_the_same(
+    fleet: Any, wait_for: Callable[..., Any], good: str, tmp_path: Path
+) -> None:
+    publish(fleet, good, version="0.6.3")
+    cache = tmp_path / "a"
+    seen = (
+        lambda: (cache / "blobs").exists(),
+        lambda: any((cache / "tmp").glob("*")) or any((cache / "bundles").glob("*.json")),
+        lambda: any((cache / "bundles").glob("*.json")),
+        lambda: any(node["state"] in ("syncing", "ready") for node in fleet.ask("GET", "/v1/nodes")["nodes"]),
+        lambda: (cache / "current").exists(),
+    )
+    for moment in seen:
+        process = fleet.agent("a")
+        wait_for(moment)
+        process.kill()
+        process.wait()
+    fleet.agent("a")
+    facts = fleet.ready("a")
+    bundle = facts["node"]["bundle"]
+    assert (cache / "current").readlink().name == bundle
+    command = [*COMMAND, "cache", "verify", "--json", "--cache", str(cache)]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert (told["blobs"] > 0, told["wrong"]) == (True, [])
+    assert [result["module"] for result in facts["smoke"]] == ["norm"]

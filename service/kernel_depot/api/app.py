@@ -29,7 +29,7 @@ from kernel_depot.api import (
     uploads,
     warmups,
 )
-from kernel_depot.api.attempts import Attempts
+from kernel_depot.api.attempts import Attempts, TooManyFailures
 from kernel_depot.api.limits import BodyLimit, known_parameters
 from kernel_depot.fleet.watch import Watch
 from kernel_depot.jobs.depot import Depot
@@ -72,6 +72,9 @@ class _Application(FastAPI):
             for operations in document["paths"].values():
                 for operation in operations.values():
                     operation["responses"].pop("422", None)
+                    if "401" in operation["responses"]:
+                        refused = problems.documented(TooManyFailures)[TooManyFailures.status]
+                        operation["responses"][str(TooManyFailures.status)] = refused
         assert self.openapi_schema is not None
         return self.openapi_schema
 

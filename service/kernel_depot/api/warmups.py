@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from datetime import datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel, ConfigDict, Field
 from sqlmodel import Session
@@ -190,6 +190,13 @@ def get_warmup(depot: DepotDependency, _caller: Reader, warmup_id: WarmupId) -> 
         return _document(session, warmup_id)
 
 
+def _known(depot: DepotDependency, warmup_id: WarmupId) -> str:
+    """Raise WarmupUnknown before an answer has begun."""
+    with reading(depot.engine) as session:
+        warmups.facts(session, warmup_id)
+    return warmup_id
+
+
 @router.get(
     "/{warmup_id}/events",
     summary="Follow a warmup",
@@ -198,7 +205,7 @@ def get_warmup(depot: DepotDependency, _caller: Reader, warmup_id: WarmupId) -> 
     responses=documented(*_ACCESS, WarmupUnknown),
 )
 async def follow_warmup(
-    request: Request, depot: DepotDependency, _caller: Reader, warmup_id: WarmupId
+    request: Request, depot: DepotDependency, _caller: Reader, warmup_id: Annotated[str, Depends(_known)]
 ) -> AsyncIterator[ServerSentEvent]:
     """Send the warmup whenever something of it changed, as events named `warmup`; ends when it has ended.
 
