@@ -23,69 +23,20 @@ from kernel_depot.kernels.mla import BatchMlaPlan
 from kernel_depot.kernels.plans import mask_indptr, pack_mask
 from kernel_depot.kernels.prefill import single_prefill
 from kernel_depot.kernels.runtime import Runtime, device_sm
+from kernel_depot.smoke.numerics.case import LIMITS as HALF_LIMITS
+from kernel_depot.smoke.numerics.prefill import FP8_LIMIT
+from kernel_depot.smoke.numerics.references import attend, attended, visible
 
 pytestmark = pytest.mark.gpu
 
 GPU = Device(CUDA, 0)
-LIMITS = {"f16": 1e-3, "bf16": 8e-3, "e4m3": 6e-2}
-"""Relative to the norm of the reference: about three units of the output's last place."""
+LIMITS = {**HALF_LIMITS, "e4m3": FP8_LIMIT}
 
 QO_LENGTHS, KV_LENGTHS = [1, 17, 0, 128, 3], [5, 17, 7, 300, 131]
 GARBAGE = 1000.0
 """What lies in cache slots that no request owns: finite, and far from everything, so that a leak shows."""
 
 Array = Any
-
-
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    cap: float = 0.0,
-) -> tuple[Array, Array]:
-    """Return attention and the base-2 logarithm of the softmax's sum, in float64.
-
-    q [rows, heads, dim], k and v [keys, kv_heads, dim], mask [rows, keys], bias [heads, rows, keys].
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    logits = np.einsum("qhd,khd->hqk", q, k) * scale
-    if bias is not None:
-        logits = logits + bias
-    if cap:
-        logits = cap * np.tanh(logits / cap)
-    if mask is not None:
-        logits = np.where(mask[None], logits, -np.inf)
-    top = logits.max(axis=-1, keepdims=True, initial=-1e30)
-    weights = np.exp(logits - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    out = np.einsum("hqk,khd->qhd", weights / total, v)
-    return out, ((top + np.log(total))[..., 0] / math.log(2)).T
-
-
-def rotate(x: Array, positions: Array, *, scale: float, theta: float) -> Array:
-    """Return RoPE of x [tokens, heads, dim], halves rotated, as LLaMA does."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None] / scale * theta ** (-np.arange(half) / half)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def visible(rows: int, keys: int, *, causal: bool = False, window: int = -1) -> Array:
-    """Return which keys each query sees; the last query is at the last key."""
-    at = np.arange(rows)[:, None] + keys - rows
-    key = np.arange(keys)[None]
-    seen = np.ones((rows, keys), dtype=bool)
-    if causal:
-        seen &= key <= at
-    if window >= 0:
-        seen &= key >= at - window
-    return seen
 
 
 def exact(tensor: Any) -> Array:
@@ -262,26 +213,6 @@ def attention(case: Case, **options: Any) -> Attention:
     )
 
 
-def expected(computed: Attention, requests: list[Any], masks: list[Array], slopes: Array | None) -> Any:
-    """Return the reference of a batch: outputs and lse of all requests, one after another."""
-    outs, lses = [], []
-    for (q, k, v), mask in zip(requests, masks, strict=True):
-        rows, keys = mask.shape
-        bias = None
-        if computed.pos_encoding is PosEncoding.ROPE:
-            spin = {"scale": computed.rope_scale, "theta": computed.rope_theta}
-            q = rotate(q, np.arange(rows) + keys - rows, **spin)
-            k = rotate(k, np.arange(keys), **spin)
-        if slopes is not None:
-            bias = slopes[:, None, None] * (np.arange(keys)[None, None] - np.arange(rows)[None, :, None])
-        out, lse = attend(
-            q, k, v, scale=computed.scale, mask=mask, bias=bias, cap=computed.logits_soft_cap
-        )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-    return np.concatenate(outs), np.concatenate(lses)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batch_prefill(torch: Any, runtime: Runtime, make: Any, meter: Any, case: Case) -> None:
     need(case.backend)
@@ -313,7 +244,7 @@ def test_batch_prefill(torch: Any, runtime: Runtime, make: Any, meter: Any, case
     plan.run(given.q, given.k, given.v, again, **options)
     again.fill_(math.nan)  # the first was checked; one like it goes the short way
     plan.run(given.q, given.k, given.v, again, **options)
-    reference, lse_reference = expected(computed, given.requests, masks, slopes)
+    reference, lse_reference = attended(computed, given.requests, masks, slopes)
     meter(
         plan.uri, out, reference, limit=LIMITS[case.dtype], lse=lse, lse_reference=lse_reference,
         lse_limit=2e-2 if case.options else 2e-3,
@@ -363,7 +294,7 @@ def test_fp8_queries_and_keys(torch: Any, runtime: Runtime, make: Any, meter: An
     out = make.poisoned("bf16", *given.q.shape)
     plan.run(given.q, given.k, given.v, out, scales=Scales(q=0.5, k=2.0, v=3.0))
     masks = [visible(*shape, causal=True) for shape in zip(QO_LENGTHS, KV_LENGTHS, strict=True)]
-    reference, _ = expected(computed, given.requests, masks, None)
+    reference, _ = attended(computed, given.requests, masks, None)
     meter(plan.uri, out, 3.0 * reference, limit=LIMITS["e4m3"])
 
 
@@ -416,7 +347,7 @@ def test_single_prefill(
     or_skip(lambda: call(out, lse=lse))
     call(again)
     case = Case("", dtype=dtype, mask=mask, options=options)
-    reference, lse_reference = expected(
+    reference, lse_reference = attended(
         attention(case), [(exact(q), exact(k), exact(v))], [seen], slopes
     )  # fmt: skip
     limit = 1e-2 if options.get("f16_qk_reduction") else LIMITS[dtype]
@@ -470,7 +401,7 @@ def test_single_decode(
     call(again)
     seen = visible(1, keys, window=options.get("window_left", -1))
     case = Case("", dtype=dtype, heads=(heads, 2), options=options)
-    reference, lse_reference = expected(
+    reference, lse_reference = attended(
         attention(case), [(exact(q)[None], exact(k), exact(v))], [seen], slopes
     )  # fmt: skip
     meter(
@@ -534,7 +465,7 @@ def test_batch_decode(
         for at, (start, length) in enumerate(zip(starts, DECODE_LENGTHS, strict=False))
     ]
     masks = [visible(1, length, window=computed.window_left) for length in DECODE_LENGTHS]
-    reference, lse_reference = expected(computed, requests, masks, slopes)
+    reference, lse_reference = attended(computed, requests, masks, slopes)
     meter(
         plan.uri, out, reference, limit=LIMITS[dtype], lse=lse, lse_reference=lse_reference,
         lse_limit=2e-2 if options else 2e-3,
@@ -580,7 +511,7 @@ def test_a_captured_decode_follows_later_plans(torch: Any, runtime: Runtime, mak
             for at, (start, length) in enumerate(zip(indptr(lengths), lengths, strict=False))
         ]
         masks = [visible(1, length) for length in lengths]
-        reference, _ = expected(attention(case), requests, masks, None)
+        reference, _ = attended(attention(case), requests, masks, None)
         meter(f"{plan.uri} replayed for {lengths}", out, reference, limit=LIMITS["f16"])
 
 

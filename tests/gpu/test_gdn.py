@@ -11,6 +11,8 @@ import pytest
 
 from kernel_depot.kernels.gdn import gdn_prefill
 from kernel_depot.kernels.runtime import Runtime
+from kernel_depot.smoke.numerics.gdn import LIMITS
+from kernel_depot.smoke.numerics.references import delta_rule
 
 pytestmark = pytest.mark.gpu
 
@@ -20,19 +22,6 @@ DIM = 128
 
 def exact(tensor: Any) -> Any:
     return tensor.double().cpu().numpy()
-
-
-def rule(q: Any, k: Any, v: Any, state: Any, alpha: Any, beta: Any, scale: float) -> tuple[Any, Any]:
-    """Return outputs [tokens, heads, dim] and the last state [heads, values, keys] of one sequence."""
-    heads = max(q.shape[1], v.shape[1])
-    q, k, v = (np.repeat(part, heads // part.shape[1], axis=1) for part in (q, k, v))
-    state, outs = state.copy(), []
-    for at in range(q.shape[0]):
-        state *= alpha[at][:, None, None]
-        missing = v[at] - np.einsum("hvk,hk->hv", state, k[at])
-        state += beta[at][:, None, None] * missing[:, :, None] * k[at][:, None, :]
-        outs.append(np.einsum("hvk,hk->hv", state, q[at]) * scale)
-    return np.stack(outs), state
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -64,12 +53,12 @@ def test_gdn_prefill(
     outs, states = [], []
     for number, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
         part = slice(start, end)
-        one = rule(
+        one = delta_rule(
             exact(q)[part], exact(k)[part], exact(v)[part], exact(first)[number], alpha[part], beta[part],
-            1 / math.sqrt(DIM),
+            scale=1 / math.sqrt(DIM),
         )  # fmt: skip
         outs.append(one[0])
         states.append(one[1])
-    limit = {"f16": 5e-3, "bf16": 2e-2}[dtype]
+    limit = LIMITS[dtype]
     meter("gdn_prefill", out, np.concatenate(outs), limit=limit)
     meter("gdn_prefill, state", last, np.stack(states), limit=limit)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kernel_depot.kernels import norm
 from kernel_depot.kernels.runtime import Runtime
+from kernel_depot.smoke.numerics.case import LIMITS
+from kernel_depot.smoke.numerics.references import layer_normalised, rms_normalised
 
 pytestmark = pytest.mark.gpu
 
-LIMITS = {"f16": 1e-3, "bf16": 8e-3}
 EPS = 1e-5
 
 
 def exact(tensor: Any) -> Any:
     return tensor.double().cpu().numpy()
-
-
-def normalised(x: Any, weight: Any) -> Any:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * weight
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def test_rmsnorm(
     function = norm.gemma_rmsnorm if gemma else norm.rmsnorm
     for target in (out, again):
         function(target, x, weight, eps=EPS, runtime=modules)
-    reference = normalised(exact(x), exact(weight) + (1.0 if gemma else 0.0))
+    reference = rms_normalised(exact(x), exact(weight) + (1.0 if gemma else 0.0), eps=EPS)
     meter(function.__name__, out, reference, limit=LIMITS[dtype])
     assert torch.equal(out, again)
 
@@ -55,7 +51,7 @@ def test_rows_apart(torch: Any, modules: Runtime, make: Any, meter: Any, dtype: 
     wide, weight = make.normal(dtype, 9, 2048), make.normal(dtype, 1024)
     out = make.poisoned(dtype, 9, 1024)
     norm.rmsnorm(out, wide[:, 1024:], weight, eps=EPS, runtime=modules)
-    meter("rmsnorm", out, normalised(exact(wide)[:, 1024:], exact(weight)), limit=LIMITS[dtype])
+    meter("rmsnorm", out, rms_normalised(exact(wide)[:, 1024:], exact(weight), eps=EPS), limit=LIMITS[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
@@ -69,7 +65,7 @@ def test_fused_add_rmsnorm(
     function = norm.gemma_fused_add_rmsnorm if gemma else norm.fused_add_rmsnorm
     function(x, residual, weight, eps=EPS, runtime=modules)
     meter(f"{function.__name__}, residual", residual, total, limit=LIMITS[dtype])
-    reference = normalised(total, exact(weight) + (1.0 if gemma else 0.0))
+    reference = rms_normalised(total, exact(weight) + (1.0 if gemma else 0.0), eps=EPS)
     meter(function.__name__, x, reference, limit=LIMITS[dtype])
 
 
@@ -78,15 +74,13 @@ def test_layernorm(torch: Any, modules: Runtime, make: Any, meter: Any, shape: t
     x, out = make.normal("bf16", *shape), make.poisoned("bf16", *shape)
     gamma, beta = (torch.randn(shape[1], device="cuda") for _ in range(2))
     norm.layernorm(out, x, gamma, beta, eps=EPS, runtime=modules)
-    rows = exact(x)
-    centred = rows - rows.mean(axis=-1, keepdims=True)
-    reference = centred / np.sqrt(centred.var(axis=-1, keepdims=True) + EPS) * exact(gamma) + exact(beta)
+    reference = layer_normalised(exact(x), exact(gamma), exact(beta), eps=EPS)
     meter("layernorm", out, reference, limit=LIMITS["bf16"])
 
 
 def test_a_side_stream_gets_the_work(torch: Any, modules: Runtime, make: Any, meter: Any) -> None:
     x, weight = make.normal("f16", 64, 4096), make.normal("f16", 4096)
-    reference = normalised(exact(x), exact(weight))
+    reference = rms_normalised(exact(x), exact(weight), eps=EPS)
     outs = [make.poisoned("f16", 64, 4096) for _ in range(3)]
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
