@@ -33,7 +33,7 @@ class ArtifactKind(str, Enum):
     MODULE = "module"  # jit_cache/<uri>/<uri>.so
     TVM_FFI = "tvm_ffi"  # libtvm_ffi.so
     CUBIN = "cubin"
-    SUPPORT = "support"  # what a cubin loader reads beside cubins: checksums, headers, package code
+    SUPPORT = "support"  # what is read beside modules and cubins: checksums, headers, package code
     METADATA = "metadata"  # *.dist-info/*
 
     def __str__(self) -> str:

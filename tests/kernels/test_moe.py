@@ -131,11 +131,12 @@ def test_deepseek_sets_its_headers_and_sends_block_scales(
     stand_ins.add_moe(URI, (0, 6, 3))
     runtime = stand_ins.runtime((0, 6, 3))
     given: dict[str, Any] = {"dtype": "bf16", "device": HOST, "precision": Precision.DEEPSEEK}
-    for headers in ((), (tmp_path,)):
+    for headers in (None, (), (tmp_path,)):
         with pytest.raises(HeadersMissing, match="nv_internal/tensorrt_llm"):
             FusedMoe(**given, headers=headers, runtime=runtime)
     (tmp_path / "deep_gemm").mkdir()
     (tmp_path / "deep_gemm/fp8_gemm_impl.cuh").touch()
+    (tmp_path / "cuda_fp8.h").touch()
     mixture = FusedMoe(**given, headers=[tmp_path], runtime=runtime)
     headers_set, made = stand_ins.calls(URI)
     assert (headers_set.function, headers_set.arguments) == (
@@ -143,6 +144,10 @@ def test_deepseek_sets_its_headers_and_sends_block_scales(
         [[str(tmp_path)]],
     )
     assert made.arguments == [BF16, E4M3, BF16, True, False, False, False]
+    del mixture
+    runtime.headers = (tmp_path,)
+    mixture = FusedMoe(**given, runtime=runtime)
+    assert stand_ins.calls(URI)[0].arguments == [[str(tmp_path)]]
     fc1, fc2 = tensor("e4m3", EXPERTS, 2 * INTER, HIDDEN), tensor("e4m3", EXPERTS, HIDDEN, INTER)
     scales = BlockScales(tensor("f32", EXPERTS, 2, 2), tensor("f32", EXPERTS, 2, 1))
     tokens = {"x": tensor("bf16", 6, HIDDEN), "out": tensor("bf16", 6, HIDDEN)}
@@ -154,6 +159,38 @@ def test_deepseek_sets_its_headers_and_sends_block_scales(
         mixture.run(**call(**tokens, weights=narrow))
     with pytest.raises(InvalidArgument, match="BlockScales with deepseek"):
         mixture.run(**call(**tokens, weights=Weights(fc1, fc2)))
+
+
+def test_deepseek_looks_for_cudas_headers_too(
+    stand_ins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC has no cuda_fp8.h of its own, and looks in no directory that it was not told of."""
+    from cuda import pathfinder
+
+    stand_ins.add_moe(URI, (0, 6, 3))
+    given: dict[str, Any] = {"dtype": "bf16", "device": HOST, "precision": Precision.DEEPSEEK}
+    given |= {"headers": [tmp_path], "runtime": stand_ins.runtime((0, 6, 3))}
+    (tmp_path / "deep_gemm").mkdir()
+    (tmp_path / "deep_gemm/fp8_gemm_impl.cuh").touch()
+    cuda = tmp_path / "cuda"
+    cuda.mkdir()
+    asked = []
+
+    def find(name: str) -> str | None:
+        asked.append(name)
+        return str(cuda) if len(asked) > 1 else None
+
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", find)
+    for found in ("no directory", "no such file"):
+        with pytest.raises(HeadersMissing, match="nvidia-cuda-runtime") as caught:
+            FusedMoe(**given)
+        assert caught.value.found == found
+    assert stand_ins.calls(URI) == []
+    (cuda / "cuda_fp8.h").touch()
+    mixture = FusedMoe(**given)
+    assert stand_ins.calls(URI)[0].arguments == [[str(tmp_path), str(cuda)]]
+    assert mixture.uri == URI
+    assert asked == ["cudart"] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kernel_depot.bundle import ArtifactKind, Bundle, BundleArtifact, BundleWheel
+from kernel_depot.digest import sha256_bytes
 from kernel_depot.kernels import runtime as runtimes
 from kernel_depot.kernels.errors import (
     FunctionMissing,
@@ -30,7 +33,8 @@ from kernel_depot.kernels.runtime import (
     set_default_runtime,
 )
 from kernel_depot.kernels.signatures import Sent
-from kernel_depot.platform import Sm
+from kernel_depot.platform import Arch, CudaTag, Platform, Sm
+from kernel_depot.worker.cache import Cache
 from kernel_depot.worker.errors import CacheEmpty
 
 RMSNORM = (Sent.TENSOR, Sent.TENSOR, Sent.TENSOR, Sent.FLOAT, Sent.BOOL)
@@ -206,3 +210,29 @@ def test_the_default_runtime_is_the_one_that_was_set(stand_ins: Any) -> None:
         assert default_runtime() is runtime
     finally:
         set_default_runtime(None)
+
+
+@pytest.mark.parametrize(("version", "fits"), [("0.6.3", True), ("0.6.30", False), ("0.7.4", False)])
+def test_headers_come_with_the_bundle_if_they_are_of_the_modules_release(
+    tmp_path: Path, version: str, fits: bool
+) -> None:
+    path = "flashinfer/data/csrc/nv_internal/tensorrt_llm/deep_gemm/fp8_gemm_impl.cuh"
+    text = b"// a header"
+    wheels = (
+        BundleWheel("flashinfer_jit_cache", "0.6.3+cu130.sm90", "a.whl", "0" * 64, 1, "cu130"),
+        BundleWheel("flashinfer_python", version, "b.whl", "1" * 64, 1, "cu130"),
+    )
+    header = BundleArtifact(path, ArtifactKind.SUPPORT, sha256_bytes(text), len(text), "1" * 64)
+    bundle = Bundle((), Platform(CudaTag(13, 0), Arch.X86_64, None), wheels, (header,))
+    manifest = json.dumps(bundle.to_json(), sort_keys=True, separators=(",", ":")).encode()
+    digest = sha256_bytes(manifest)
+    cache = Cache(tmp_path)
+    cache.prepare()
+    laid = cache.view_dir(digest) / "files" / path
+    laid.parent.mkdir(parents=True)
+    laid.write_bytes(text)
+    with cache.private() as private:
+        cache.write_bundle(digest, manifest, private=private)
+        cache.switch(digest, private=private)
+    found = Runtime.open(tmp_path).headers
+    assert found == ((laid.parents[1],) if fits else ())

@@ -170,5 +170,9 @@ def test_the_shipped_pin_sets_have_no_errors() -> None:
     from kernel_depot.shipped import shipped_dir
 
     paths = sorted(shipped_dir("pins").glob("*.toml"))
-    assert [path.name for path in paths] == ["flashinfer-0.6.3.toml", "flashinfer-cubin-0.6.3.toml"]
+    assert [path.name for path in paths] == [
+        "flashinfer-0.6.3.toml",
+        "flashinfer-cubin-0.6.3.toml",
+        "flashinfer-moe-headers-0.6.3.toml",
+    ]
     assert [item for item in check(paths) if item.severity is Severity.ERROR] == []

@@ -27,6 +27,13 @@ from kernel_depot.wheels.kinds import classify
         ("flashinfer_cubin/cubins/ab/gemm/include/flashinferMetaInfo.h", ArtifactKind.SUPPORT, None),
         ("flashinfer_cubin/__init__.py", ArtifactKind.SUPPORT, None),
         ("flashinfer_cubin/_build_meta.py", ArtifactKind.SUPPORT, None),
+        (
+            "flashinfer/data/csrc/nv_internal/tensorrt_llm/deep_gemm/fp8_gemm_impl.cuh",
+            ArtifactKind.SUPPORT,
+            None,
+        ),
+        ("flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/quantization.cuh", None, None),
+        ("flashinfer/deep_gemm.py", None, None),
         ("tvm_ffi/include/tvm/ffi/c_api.h", None, None),
         ("flashinfer_cubin-0.6.3.dist-info/METADATA", ArtifactKind.METADATA, None),
         ("a-1.dist-info/licenses/LICENSE", ArtifactKind.METADATA, None),

@@ -18,7 +18,15 @@ from kernel_depot.kernels.allocator import ensure_allocator
 from kernel_depot.kernels.attention import HALVES, require_integer, require_positive
 from kernel_depot.kernels.errors import InvalidArgument, KernelCallFailed, KernelError
 from kernel_depot.kernels.memory import Device
-from kernel_depot.kernels.runtime import CALL_ERRORS, Function, Module, Runtime, default_runtime, device_sm
+from kernel_depot.kernels.runtime import (
+    CALL_ERRORS,
+    DEEP_GEMM,
+    Function,
+    Module,
+    Runtime,
+    default_runtime,
+    device_sm,
+)
 from kernel_depot.kernels.signatures import Sent
 from kernel_depot.kernels.streams import current_stream
 from kernel_depot.kernels.tensors import (
@@ -38,8 +46,9 @@ from kernel_depot.kernels.uri import Release, fused_moe_uri
 BLOCK: Final = 128
 """Rows and columns of a weight that share one DeepSeek scale, and what its dimensions are multiples of."""
 
+_CUDA_HEADER: Final = "cuda_fp8.h"
+
 _T, _M, _I, _B = Sent.TENSOR, Sent.MAYBE, Sent.INT, Sent.BOOL
-_DEEP_GEMM: Final = "deep_gemm/fp8_gemm_impl.cuh"
 
 
 class HeadersMissing(KernelError):
@@ -140,8 +149,9 @@ class FusedMoe:
     """A mixture of experts of one kind on one device. Raises as its module is looked up.
 
     `dtype` is that of the output: f16 or bf16. For DEEPSEEK `headers` are directories to compile from, one
-    with DeepGEMM's (`deep_gemm/`, from flashinfer-python's data/csrc/nv_internal/tensorrt_llm). Raise
-    InvalidArgument, ModuleMissing, NoCodeForGpu, SignatureMismatch, HeadersMissing, KernelCallFailed.
+    with DeepGEMM's (`deep_gemm/`, from flashinfer-python's data/csrc/nv_internal/tensorrt_llm); None: the
+    bundle's. Raise InvalidArgument, ModuleMissing, NoCodeForGpu, SignatureMismatch, HeadersMissing,
+    KernelCallFailed.
     """
 
     def __init__(
@@ -152,7 +162,7 @@ class FusedMoe:
         precision: Precision = Precision.HALF,
         activation: Activation = Activation.SWIGLU,
         parallelism: Parallelism | None = None,
-        headers: Sequence[Path] = (),
+        headers: Sequence[Path] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         runtime = runtime or default_runtime()
@@ -175,7 +185,7 @@ class FusedMoe:
         self.module = runtime.module(self.uri, device=device)
         self._release = runtime.release
         if precision is Precision.DEEPSEEK:
-            _set_headers(self.module, headers)
+            _set_headers(self.module, runtime, headers)
         dtype_input, dtype_weight = {
             Precision.HALF: (dtype, dtype),
             Precision.FP8: ("e4m3", "e4m3"),
@@ -408,18 +418,37 @@ def _require(tensor: Tensor, dtypes: Sequence[str], shape: Sequence[int | None],
     require_contiguous(tensor)
 
 
-def _set_headers(module: Module, headers: Sequence[Path]) -> None:
-    places = [Path(directory) for directory in headers]
-    if not any((place / _DEEP_GEMM).is_file() for place in places):
+def _set_headers(module: Module, runtime: Runtime, headers: Sequence[Path] | None) -> None:
+    places = [Path(directory) for directory in (runtime.headers if headers is None else headers)]
+    if not any((place / DEEP_GEMM).is_file() for place in places):
         raise HeadersMissing(
-            "DeepSeek's block scales are compiled at run time, from headers that no directory given has",
-            where=", ".join(map(str, places)) or None,
-            expected=_DEEP_GEMM,
+            "DeepSeek's block scales are compiled at run time, from headers that are not here",
+            where=", ".join(map(str, places)) or runtime.where,
+            expected=DEEP_GEMM,
             found="no directory" if not places else "no such file",
-            remedy="give headers=[DIR], with DIR the folder flashinfer/data/csrc/nv_internal/tensorrt_llm of "
-            "the flashinfer-python wheel that the modules were built from",
+            remedy="activate pins of the modules' own flashinfer_python (for 0.6.3 the shipped set "
+            "flashinfer-moe-headers-0.6.3) and sync with the view files; or give headers=[DIR], with DIR "
+            "that wheel's folder flashinfer/data/csrc/nv_internal/tensorrt_llm",
         )
+    if not any((place / _CUDA_HEADER).is_file() for place in places):
+        places.append(_cuda_headers())
     module.function("set_deepgemm_jit_include_dirs", (Sent.STRINGS,))([str(place) for place in places])
+
+
+def _cuda_headers() -> Path:
+    """Return CUDA's own directory of headers, which NVRTC does not look for. Raise HeadersMissing."""
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    found = find_nvidia_header_directory("cudart")
+    if found is None or not (Path(found) / _CUDA_HEADER).is_file():
+        raise HeadersMissing(
+            "DeepSeek's block scales are compiled at run time, and CUDA's own headers are not here",
+            where=found,
+            expected=_CUDA_HEADER,
+            found="no directory" if found is None else "no such file",
+            remedy="install nvidia-cuda-runtime of the modules' CUDA, which torch brings, or set CUDA_HOME",
+        )
+    return Path(found)
 
 
 def _init_tail(release: Release) -> tuple[bool, ...]:

@@ -39,6 +39,7 @@ from kernel_depot.platform import Sm, has_code_for
 from kernel_depot.worker.cache import Cache
 from kernel_depot.worker.errors import CacheEmpty
 from kernel_depot.worker.location import default_cache
+from kernel_depot.worker.views import View
 
 JIT_CACHE: Final = "flashinfer-jit-cache"
 TVM_FFI: Final = "apache-tvm-ffi"
@@ -57,6 +58,9 @@ CALL_ERRORS: Final = (
     MemoryError,
 )
 """What apache-tvm-ffi raises for a kernel's failure (tvm_ffi/error.py)."""
+
+DEEP_GEMM: Final = "deep_gemm/fp8_gemm_impl.cuh"
+"""What fused MoE's DeepSeek kernels are compiled from, below a directory of headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +158,21 @@ class Module:
 
 
 class Runtime:
-    """The modules of one bundle, or of one directory. Safe for threads."""
+    """The modules of one bundle, or of one directory. Safe for threads.
 
-    def __init__(self, files: Mapping[str, KernelFile], *, release: Release, where: str) -> None:
+    `headers` are directories that hold DEEP_GEMM, for modules that compile when they run.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, KernelFile],
+        *,
+        release: Release,
+        where: str,
+        headers: Sequence[Path] = (),
+    ) -> None:
         self.files = dict(files)
+        self.headers = tuple(headers)
         self.release = release
         self.where = where
         self._modules: dict[str, Module] = {}
@@ -193,7 +208,12 @@ class Runtime:
             and artifact.module is not None
             and (wanted is None or artifact.module in wanted)
         }
-        return cls(files, release=flashinfer_release(manifest), where=f"{held.root}, bundle {digest}")
+        return cls(
+            files,
+            release=flashinfer_release(manifest),
+            where=f"{held.root}, bundle {digest}",
+            headers=_headers(manifest, held.view_dir(digest) / View.FILES.value),
+        )
 
     @classmethod
     def of_directory(cls, directory: Path, *, release: Release) -> Runtime:
@@ -274,6 +294,17 @@ def device_sm(device: Device) -> Sm | None:
         return None
     major, minor = cuda_runtime().capability(device.id)
     return Sm(major, minor)
+
+
+def _headers(bundle: Bundle, files: Path) -> list[Path]:
+    """Return where the view of files has DeepGEMM's headers, of the release that the modules are of."""
+    release = flashinfer_release(bundle)
+    same = {wheel.sha256 for wheel in bundle.wheels if read_release(wheel.version) == release}
+    return [
+        files / artifact.path.removesuffix(DEEP_GEMM)
+        for artifact in bundle.artifacts
+        if artifact.path.endswith("/" + DEEP_GEMM) and artifact.wheel in same
+    ]
 
 
 def _group_modules(bundle: Bundle, name: str, *, where: str) -> frozenset[str]:

@@ -14,6 +14,8 @@ _METADATA = re.compile(r"[^/]+\.dist-info/")
 _SUPPORT = re.compile(
     r"flashinfer_cubin/(?:__init__\.py|_build_meta\.py|cubins/(?:[^/]+/)*(?:checksums\.txt|[^/]+\.h))"
 )
+# What fused MoE's DeepSeek kernels are compiled from when they run; only the source's wheel has it.
+_HEADER = re.compile(r"flashinfer/data/csrc/nv_internal/tensorrt_llm/deep_gemm/[^/]+\.cuh")
 
 
 def classify(path: str) -> tuple[ArtifactKind | None, str | None]:
@@ -32,6 +34,6 @@ def classify(path: str) -> tuple[ArtifactKind | None, str | None]:
         return ArtifactKind.TVM_FFI, None
     if match := _MODULE.fullmatch(installed):
         return ArtifactKind.MODULE, match["uri"]
-    if _SUPPORT.fullmatch(installed):
+    if _SUPPORT.fullmatch(installed) or _HEADER.fullmatch(installed):
         return ArtifactKind.SUPPORT, None
     return None, None

@@ -80,7 +80,12 @@ def run_job(job: dict[str, Any], say: Say) -> None:
     say({"event": "ready"})
     for uri, first in job["modules"]:
         # Only this module: a case must not pass by calling another one.
-        alone = Runtime({uri: runtime.files[uri]}, release=runtime.release, where=runtime.where)
+        alone = Runtime(
+            {uri: runtime.files[uri]},
+            release=runtime.release,
+            where=runtime.where,
+            headers=runtime.headers,
+        )
         cases = list(cases_of(parameters_of(uri, runtime.release)))
         for case in cases[first:]:
             say({"event": "begin", "module": uri, "case": case.name})
