@@ -254,9 +254,13 @@ def _read_any(name: str, value: Any) -> Tensor:
             expected="a tensor that speaks DLPack (torch, cupy, jax, ...)",
             found=f"{type(value).__name__}: {error}",
         ) from error
-    code = (int(tensor.dtype.type_code), int(tensor.dtype.bits))
-    if code not in _CODES or tensor.dtype.lanes != 1:
-        raise InvalidArgument(name, expected="a dtype that kernels know", found=str(tensor.dtype))
+    try:
+        dtype = tensor.dtype
+    except ValueError as error:  # apache-tvm-ffi has no name for it either, as for complex numbers
+        raise InvalidArgument(name, expected="a dtype that kernels know", found=str(error)) from error
+    code = (int(dtype.type_code), int(dtype.bits))
+    if code not in _CODES or dtype.lanes != 1:
+        raise InvalidArgument(name, expected="a dtype that kernels know", found=str(dtype))
     device = Device(int(tensor.device.dlpack_device_type()), int(tensor.device.index))
     shape = tuple(int(length) for length in tensor.shape)
     strides = tuple(int(stride) for stride in tensor.strides)
