@@ -28,7 +28,13 @@ enum Fault { kNone, kEpsilon, kSign, kWeight, kScale, kWindow, kBase, kSlot, kLa
 #endif
 constexpr Fault kFault = FAULT;
 
-inline float power(int exponent) { return std::ldexp(1.0f, exponent); }
+// 2 to an exponent of -126 to 127.
+inline float power(int exponent) {
+  uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 
 inline float half_of(uint16_t bits) {
   int exponent = bits >> 10 & 31, mantissa = bits & 1023;
