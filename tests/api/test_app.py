@@ -48,6 +48,7 @@ def test_openapi_lists_every_operation(document: dict[str, Any]) -> None:
         "POST /v1/pins/{name}/proposals",
         "POST /v1/pins/{name}/activate",
         "POST /v1/materialize",
+        "POST /v1/scrubs",
         "GET /v1/jobs",
         "GET /v1/jobs/{job_id}",
         "POST /v1/uploads",

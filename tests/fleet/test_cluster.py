@@ -1,6 +1,6 @@
 """PostgreSQL, S3, three replicas and real agents: a warmup ends well though replicas die by `kill -9`.
 
-The number of agents is KERNEL_DEPOT_TEST_AGENTS, 6 by default; the whole proof runs with 20.
+The number of agents is KERNEL_DEPOT_TEST_AGENTS, 20 by default.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pytest
 from kernel_depot.catalog.database import open_database, upgrade
 
 COMMAND = [sys.executable, "-m", "kernel_depot.cli.main"]
-AGENTS = int(os.environ.get("KERNEL_DEPOT_TEST_AGENTS", "6"))
+AGENTS = int(os.environ.get("KERNEL_DEPOT_TEST_AGENTS", "20"))
 REPLICAS = 3
 KILLS = 4
 

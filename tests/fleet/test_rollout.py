@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 
 def state(fleet: Any, revision: str) -> str:
@@ -14,6 +17,15 @@ def state(fleet: Any, revision: str) -> str:
 
 def current(fleet: Any, node: str) -> str:
     return str((fleet.folder / node / "current").readlink().name)
+
+
+def blob_requests(fleet: Any) -> int:
+    """Return how often the server was asked for bytes, one by one or in a stream."""
+    text = httpx.get(f"{fleet.url}/metrics", trust_env=False).text
+    counts = re.findall(
+        r'^kernel_depot_requests_total\{.*route="/v1/blobs.*\} ([0-9.]+)$', text, re.MULTILINE
+    )
+    return int(sum(map(float, counts)))
 
 
 def test_a_failing_canary_stays_a_canary_and_a_good_one_reaches_all_and_is_rolled_back(
@@ -66,11 +78,14 @@ def test_a_failing_canary_stays_a_canary_and_a_good_one_reaches_all_and_is_rolle
     fetched = fleet.node("b")["node"]["bytes"]
     assert 0 < fetched < 3 * len(page) + 5000  # page and libtvm_ffi.so were there
 
+    asked = blob_requests(fleet)
+    assert asked > 0
     went = fleet.ask("POST", "/v1/pins/kernels/rollback", json={"why": "it is slower"})
     assert went == {"name": "kernels", "before": better, "after": first}
     for name in "ab":
         assert fleet.ready(name, bundle)["node"]["bytes"] == 0
         assert current(fleet, name) == bundle
+    assert blob_requests(fleet) == asked
     assert fleet.ask("GET", "/v1/matrix")["counts"] == {"skipped": 4}
     log = fleet.ask("GET", "/v1/audit?subject=kernels")["entries"]
     assert [entry["action"] for entry in log] == [

@@ -22,7 +22,7 @@ from kernel_depot.catalog import queries
 from kernel_depot.catalog.bundles import PinSetUnknown, RevisionUnknown
 from kernel_depot.catalog.database import reading
 from kernel_depot.catalog.tables import Job
-from kernel_depot.jobs.engine import EngineNotRunning, submit_materialize
+from kernel_depot.jobs.engine import EngineNotRunning, submit_materialize, submit_scrub
 from kernel_depot.platform import Arch, CudaTag, PlatformError
 
 PinSetName = Annotated[str, StringConstraints(pattern=NAME)]
@@ -81,7 +81,8 @@ class JobDocument(BaseModel):
     wheels: list[dict[str, Any]] = Field(description="Each wheel's stage, and in the end its outcome.")
     modules: list[dict[str, Any]] = Field(
         description="Of a build: each module's state (`planned`, `compiling`, `built`, `cached`, `shared`, "
-        "`merged`, `failed`), and what is known of it."
+        "`merged`, `failed`), and what is known of it. Of a scrub: each damaged blob (`damaged`, then "
+        "`mended` or `lost`)."
     )
     problem: dict[str, Any] | None = Field(description="Why it failed (RFC 9457).")
     created_at: datetime
@@ -141,6 +142,26 @@ def materialize(
         arch=[Arch.parse(text) for text in wanted.arch] if wanted.arch is not None else None,
         asked_by=caller.name,
     )
+    response.headers["location"] = f"/v1/jobs/{job_id}"
+    return get_job(depot, caller, job_id)
+
+
+@router.post(
+    "/scrubs",
+    summary="Hash the whole store again",
+    operation_id="scrub",
+    status_code=202,
+    responses={
+        202: {"headers": {"Location": {"description": "The job.", "schema": {"type": "string"}}}},
+        **documented(*_ACCESS, EngineNotRunning),
+    },
+)
+def scrub(response: Response, depot: DepotDependency, caller: Admin) -> JobDocument:
+    """Hand in a durable job: read every blob, delete what is not what its digest says, bring it anew.
+
+    `modules` lists the damaged blobs, in the end each as `mended` or `lost`; a lost one makes the job fail.
+    """
+    job_id = submit_scrub(depot, asked_by=caller.name)
     response.headers["location"] = f"/v1/jobs/{job_id}"
     return get_job(depot, caller, job_id)
 

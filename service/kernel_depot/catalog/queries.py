@@ -203,6 +203,22 @@ def failures(session: Session, sha256s: Iterable[str]) -> list[WheelFailure]:
     return list(session.exec(select(WheelFailure).where(col(WheelFailure.sha256).in_(list(sha256s)))))
 
 
+def blobs_beginning(session: Session, prefix: str) -> list[Blob]:
+    """Return the blobs whose digests begin so."""
+    query = select(Blob).where(col(Blob.sha256) >= prefix, col(Blob.sha256) < f"{prefix}g")
+    return list(session.exec(query.order_by(col(Blob.sha256))))
+
+
+def pins_holding(session: Session, sha256: str) -> list[pins.Pin]:
+    """Return a pin of each wheel that is these bytes, or has them as an artifact."""
+    holding = select(Member.wheel).where(Member.sha256 == sha256, col(Member.kind).is_not(None))
+    query = select(PinRow).where(or_(col(PinRow.sha256) == sha256, col(PinRow.sha256).in_(holding)))
+    found: dict[str, pins.Pin] = {}
+    for row in session.exec(query.order_by(col(PinRow.id).desc())):
+        found.setdefault(row.sha256, _pin(row))
+    return list(found.values())
+
+
 def wheel_blobs(session: Session, sha256: str) -> dict[str, int]:
     """Return the digests and sizes of a wheel's distinct artifacts."""
     rows = session.exec(
@@ -324,9 +340,9 @@ def jobs(session: Session, *, limit: int = 100) -> list[Job]:
     return list(session.exec(select(Job).order_by(col(Job.created_at).desc()).limit(limit)))
 
 
-def queued_jobs(session: Session, *, kind: str, before: datetime) -> list[Job]:
-    """Return the jobs of a kind that were handed in before a moment and that nobody has begun."""
-    query = select(Job).where(Job.kind == kind, Job.state == "queued", col(Job.created_at) < before)
+def queued_jobs(session: Session, *, kinds: Sequence[str], before: datetime) -> list[Job]:
+    """Return the jobs of some kinds that were handed in before a moment and that nobody has begun."""
+    query = select(Job).where(col(Job.kind).in_(kinds), Job.state == "queued", col(Job.created_at) < before)
     return list(session.exec(query.order_by(col(Job.created_at))))
 
 

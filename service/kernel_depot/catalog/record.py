@@ -318,6 +318,12 @@ def create_job(
     )
 
 
+def forget_zstd(session: Session, sha256: str) -> None:
+    """Let the zstd form of a blob be made once more."""
+    values = {"zstd_state": "pending", "zstd_size": None, "zstd_sha256": None}
+    session.connection().execute(update(Blob).where(col(Blob.sha256) == sha256).values(**values))
+
+
 def update_job(session: Session, job_id: str, **values: Any) -> None:
     """Change some of a job's columns; `finished_at` follows from its state."""
     moment = now()

@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "pins": Command(
         "kernel_depot.cli.pins", "Check pin sets; let revisions roll through the fleet.", "server"
     ),
+    "store": Command("kernel_depot.cli.store", "Check the bytes that a depot keeps, and mend them."),
     "warm": Command("kernel_depot.cli.warm", "Bring pinned bytes to the store and to nodes before traffic."),
     "nodes": Command("kernel_depot.cli.nodes", "See the nodes, which modules work where, who changed what."),
     "materialize": Command(

@@ -24,6 +24,7 @@ from dbos import DBOS, DBOSConfig, SetWorkflowID, WorkflowHandle  # noqa: E402
 from kernel_depot.catalog import bundles, leases, queries, record  # noqa: E402
 from kernel_depot.catalog.database import reading, writing  # noqa: E402
 from kernel_depot.errors import DepotError  # noqa: E402
+from kernel_depot.jobs import scrub  # noqa: E402
 from kernel_depot.jobs.board import Board  # noqa: E402
 from kernel_depot.jobs.depot import Depot  # noqa: E402
 from kernel_depot.jobs.materialize import Failed, WheelOutcome, materialize_wheel, selected  # noqa: E402
@@ -32,13 +33,13 @@ from kernel_depot.jobs.zstd_maker import ZstdMaker  # noqa: E402
 from kernel_depot.pins.pin import Pin  # noqa: E402
 from kernel_depot.platform import Arch, CudaTag  # noqa: E402
 
-__all__ = ["EngineNotRunning", "JobEngine", "start_engine", "submit_materialize"]
+__all__ = ["EngineNotRunning", "JobEngine", "start_engine", "submit_materialize", "submit_scrub"]
 
 _log = logging.getLogger(__name__)
 
 # What a stored workflow needs of the code. Raised when its steps change so that old ones cannot go on.
 _WORKFLOW_VERSION = "1"
-_KIND = "materialize"
+_KIND, _SCRUB = "materialize", "scrub"
 _PARALLEL_WHEELS = 4
 _REPORT_SECONDS = 1.0
 _LEASE_LOST = 75  # EX_TEMPFAIL of sysexits.h
@@ -50,6 +51,13 @@ class EngineNotRunning(DepotError):
     slug = "jobs-not-running"
     title = "Jobs are not running here"
     status = 503
+
+
+class BlobsLost(DepotError):
+    """Damaged blobs that nothing could replace."""
+
+    slug = "blobs-lost"
+    title = "Blobs are lost"
 
 
 class _Stopping(BaseException):
@@ -217,7 +225,7 @@ def _start_forgotten(depot: Depot) -> list[str]:
     """
     before = record.now() - timedelta(seconds=depot.settings.lease_seconds)
     with reading(depot.engine) as session:
-        waiting = queries.queued_jobs(session, kind=_KIND, before=before)
+        waiting = queries.queued_jobs(session, kinds=[_KIND, _SCRUB], before=before)
     if not waiting:
         return []
     ids = [job.id for job in waiting]
@@ -225,8 +233,27 @@ def _start_forgotten(depot: Depot) -> list[str]:
     forgotten = [job for job in waiting if job.id not in begun]
     for job in forgotten:
         with SetWorkflowID(job.id):
-            DBOS.start_workflow(_materialize, job.id, job.request)
+            DBOS.start_workflow(_scrub if job.kind == _SCRUB else _materialize, job.id, job.request)
     return [job.id for job in forgotten]
+
+
+def submit_scrub(depot: Depot, *, asked_by: str) -> str:
+    """Hand in a job that hashes the whole store again and mends it; return its id. Raise EngineNotRunning."""
+    _needs_engine(depot)
+    job_id = str(uuid4())
+    with writing(depot.engine) as session:
+        record.create_job(session, job_id, kind=_SCRUB, request={}, asked_by=asked_by)
+    with SetWorkflowID(job_id):
+        DBOS.start_workflow(_scrub, job_id, {})
+    return job_id
+
+
+def _needs_engine(depot: Depot) -> None:
+    with _lock:
+        if _running is None or _running.depot is not depot:
+            raise EngineNotRunning(
+                "no job engine runs in this process", remedy="ask a server started by `kernel-depot serve`"
+            )
 
 
 def submit_materialize(
@@ -243,11 +270,7 @@ def submit_materialize(
     `pin_sets` None means all. `revisions` names recorded revisions instead, current or not.
     Raise EngineNotRunning, PinSetUnknown for a name nobody recorded, and RevisionUnknown.
     """
-    with _lock:
-        if _running is None or _running.depot is not depot:
-            raise EngineNotRunning(
-                "no job engine runs in this process", remedy="ask a server started by `kernel-depot serve`"
-            )
+    _needs_engine(depot)
     with reading(depot.engine) as session:
         if revisions is not None:
             sets = bundles.known_revisions(session, revisions)
@@ -336,6 +359,67 @@ def _finish(job_id: str, outcomes: list[dict[str, Any]]) -> None:
             wheels=outcomes,
         )
     _boards.pop(job_id, None)
+
+
+@DBOS.workflow(name="scrub")
+def _scrub(job_id: str, request: dict[str, Any]) -> None:  # noqa: ARG001  the request is empty so far
+    """Hash part after part, then bring what was damaged once more."""
+    _begin(job_id, [])
+    blobs = size = 0
+    damaged: list[dict[str, Any]] = []
+    for prefix in scrub.PARTS:
+        part = _scrub_part(job_id, prefix, blobs, size, damaged)
+        blobs, size = blobs + part["blobs"], size + part["bytes"]
+        damaged += part["damaged"]
+    _finish_scrub(job_id, damaged, _mend(job_id, damaged) if damaged else [])
+
+
+@DBOS.step(name="scrub-part")
+def _scrub_part(
+    job_id: str, prefix: str, blobs: int, size: int, damaged: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Hash one part, and write down how far the job is; the other numbers are those of the parts before."""
+    engine = _engine()
+    engine.stop_if_asked()
+    part = scrub.scrub_part(engine.depot, prefix, check=engine.stop_if_asked)
+    with writing(engine.depot.engine) as session:
+        record.update_job(
+            session,
+            job_id,
+            bytes_done=size + part.bytes,
+            members_done=blobs + part.blobs,
+            members_total=queries.totals(session)["blobs"],
+            modules=[*damaged, *part.damaged],
+        )
+    return {"blobs": part.blobs, "bytes": part.bytes, "damaged": list(part.damaged)}
+
+
+@DBOS.step(name="mend")
+def _mend(job_id: str, damaged: list[dict[str, Any]]) -> list[dict[str, Any]]:  # noqa: ARG001
+    engine = _engine()
+    return scrub.mend(engine.depot, [blob["sha256"] for blob in damaged], check=engine.stop_if_asked)
+
+
+@DBOS.step(name="finish-scrub")
+def _finish_scrub(job_id: str, damaged: list[dict[str, Any]], ended: list[dict[str, Any]]) -> None:
+    lost = [blob for blob in ended if blob["state"] == "lost"]
+    problem = None
+    if lost:
+        problem = BlobsLost(
+            f"{len(lost)} blobs are damaged and could not be brought again",
+            where="the store",
+            found=", ".join(blob["sha256"] for blob in lost[:10]),
+            remedy="publish the wheels that hold them again, or unpin them",
+        ).problem()
+    found = {blob["sha256"]: blob["found"] for blob in damaged}
+    with writing(_engine().depot.engine) as session:
+        record.update_job(
+            session,
+            job_id,
+            state="failed" if lost else "succeeded",
+            problem=problem,
+            modules=[{**blob, "found": found[blob["sha256"]]} for blob in ended],
+        )
 
 
 def _board(engine: JobEngine, job_id: str, request: dict[str, Any]) -> Board:

@@ -176,15 +176,16 @@ def materialize_wheel(
     *,
     progress: Progress = silent,
     ahead: Callable[[Pin], Ready | None] | None = None,
+    again: bool = False,
 ) -> WheelOutcome:
-    """Bring one wheel in; while another process does so, wait for it.
+    """Bring one wheel in; while another process does so, wait for it. `again`: though all of it is there.
 
     A failure of the wheel, its source or the store is an outcome and is recorded; anything else is raised.
     """
     waited = False
     delay = _POLL[0]
     while True:
-        if is_there(depot, pin.sha256):
+        if not again and is_there(depot, pin.sha256):
             return AlreadyThere(pin, waited)
         lease = leases.acquire(depot.engine, f"wheel:{pin.sha256}", seconds=depot.settings.lease_seconds)
         if isinstance(lease, leases.Acquired):
@@ -195,7 +196,7 @@ def materialize_wheel(
         delay = min(delay * 1.5, _POLL[1])
     with leases.kept(depot.engine, lease, seconds=depot.settings.lease_seconds):
         # Whoever held the lease a moment ago may have brought the wheel between our two looks.
-        if is_there(depot, pin.sha256):
+        if not again and is_there(depot, pin.sha256):
             return AlreadyThere(pin, waited)
         try:
             return _bring(depot, pin, progress, ahead)
