@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,7 +64,29 @@ def test_asks_for_tokens_that_the_command_line_makes_and_revokes(tmp_path: Path)
         assert client.get(READ).status_code == 401
         assert client.get(READ, headers=headers).status_code == 404
         assert run("tokens", "revoke", made["id"], "--data-dir", data_dir).returncode == 0
+        until = time.monotonic() + 20
+        while client.get(READ, headers=headers).status_code == 404:  # believed for a second
+            assert time.monotonic() < until
         assert client.get(READ, headers=headers).status_code == 401
+
+
+def test_nodes_that_wait_are_answered_when_the_server_ends(tmp_path: Path) -> None:
+    facts = {"cuda": "cu130", "arch": "x86_64", "product": "0"}
+    with (
+        serving("--data-dir", str(tmp_path), "--allow-anonymous") as (process, url),
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.put("/v1/nodes/a", json=facts).raise_for_status()
+        tag = client.get("/v1/nodes/a/desired").headers["etag"]
+        ask = {"url": "/v1/nodes/a/desired?wait=30", "headers": {"if-none-match": tag}}
+        assert client.get("/v1/nodes/a/desired", headers=ask["headers"]).status_code == 304
+        waits = pool.submit(lambda: client.get(**ask))
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        assert waits.result(15).status_code == 304  # not the connection that is cut after 20 s
+        _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
 
 
 def test_tokens_are_listed_without_their_secrets(tmp_path: Path) -> None:

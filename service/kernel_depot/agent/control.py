@@ -15,6 +15,8 @@ from kernel_depot.worker.transport import Patience, Transient, Transport, follow
 _CALM: Final = Patience(attempts=1)
 """The agent itself decides when to try again."""
 
+_LONGEST_SPREAD: Final = 300.0
+
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
@@ -26,13 +28,17 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What the node is to have, and the tag to ask with next time. `bundle` None: nothing fits."""
+    """What the node is to have, and the tag to ask with next time. `bundle` None: nothing fits.
+
+    `spread` is for how many seconds at most to wait before beginning, where many nodes begin at once.
+    """
 
     bundle: str | None
     complete: bool
     problem: dict[str, Any] | None
     prefetch: tuple[Prefetch, ...]
     etag: str
+    spread: float = 0.0
 
 
 class Control:
@@ -78,6 +84,7 @@ class Control:
                 members["problem"],
                 tuple(Prefetch(item["warmup"], item["bundle"]) for item in members["prefetch"]),
                 headers["etag"],
+                min(max(float(headers.get("kernel-depot-spread", 0)), 0.0), _LONGEST_SPREAD),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ServerProtocol(

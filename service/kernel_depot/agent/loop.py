@@ -168,6 +168,8 @@ class Agent:
         self.gauges.contact = time.time()
         if desired is not None:
             self._desired, self._etag = desired, desired.etag
+            if desired.spread:
+                self.stop.wait(random.uniform(0.0, desired.spread))  # noqa: S311
         if self._desired is None:
             return
         if desired is not None or self._failures:

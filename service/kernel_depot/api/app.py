@@ -30,6 +30,7 @@ from kernel_depot.api import (
     warmups,
 )
 from kernel_depot.api.attempts import Attempts, TooManyFailures
+from kernel_depot.api.auth import Admitted
 from kernel_depot.api.limits import BodyLimit, known_parameters
 from kernel_depot.fleet.watch import Watch
 from kernel_depot.jobs.depot import Depot
@@ -92,6 +93,7 @@ def create_app(depot: Depot) -> FastAPI:
     )
     app.state.depot = depot
     app.state.watch = Watch(depot.engine)
+    app.state.admitted = Admitted()
     app.state.attempts = Attempts()
     app.state.instruments = metrics.Instruments(depot.engine)
     problems.install(app)

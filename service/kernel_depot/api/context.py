@@ -15,4 +15,9 @@ def depot_of(request: Request) -> Depot:
     return depot
 
 
-DepotDependency = Annotated[Depot, Depends(depot_of)]
+async def _depot(request: Request) -> Depot:
+    """The same on the event loop: a plain function would cost each request a thread's time."""
+    return depot_of(request)
+
+
+DepotDependency = Annotated[Depot, Depends(_depot)]

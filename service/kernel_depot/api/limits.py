@@ -14,7 +14,7 @@ from kernel_depot.api.problems import BodyTooLarge, ParameterUnknown, RequestInv
 MAX_BODY = 4 << 20
 
 
-def known_parameters(request: Request) -> None:
+async def known_parameters(request: Request) -> None:
     """Refuse query parameters that the operation's OpenAPI entry does not list, and repeated ones.
 
     A parameter that is misspelled and ignored would answer another question than the one asked.

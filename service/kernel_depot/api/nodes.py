@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from kernel_depot.api.auth import Admin, Reader, ScopeInsufficient, TokenMissing, TokenRefused
 from kernel_depot.api.auth import Node as NodeCaller
@@ -38,6 +38,7 @@ LabelFilter = Annotated[
     Query(description="Only nodes with these labels: NAME=VALUE.", examples=[["pool=h200"]]),
 ]
 
+SPREAD_HEADER = "kernel-depot-spread"
 MOST_WAIT = 30.0
 """Seconds for which a node may wait for something new."""
 
@@ -284,23 +285,33 @@ async def get_desired(
 ) -> Response:
     """Answer at once when the node's ETag is not the present one, else when something changes, or with 304.
 
-    A level, not an event: whatever a node missed, the next answer holds all of it.
+    A level, not an event: whatever a node missed, the next answer holds all of it. Where many nodes wait,
+    `Kernel-Depot-Spread` says over how many seconds they are to spread what they begin.
     """
     watch = watch_of(request)
     fresh = request.headers.get("cache-control") == "no-cache"
     loop = asyncio.get_running_loop()
     until = loop.time() + wait
-    outlook = await run_in_threadpool(watch.outlook)
+    # Whoever waits learns of a change that is not followed yet a moment later.
+    outlook = watch.followed() if wait > 0 and not fresh else None
     while True:
-        wanted = await run_in_threadpool(watch.facts, name, fresh=fresh)
-        desired = await run_in_threadpool(outlook.desired, name, wanted)
-        headers = {"etag": desired.etag, "cache-control": "no-cache"}
-        if not not_modified(request.headers, desired.etag):
-            return JSONResponse(desired.to_json(), headers=headers)
+        if outlook is None:
+            outlook = await run_in_threadpool(watch.outlook)
+        wanted = None if fresh else watch.known_facts(name)
+        if wanted is None:
+            wanted = await run_in_threadpool(watch.facts, name, fresh=fresh)
+        answer = outlook.ready_answer(name, wanted)
+        if answer is None:
+            answer = await run_in_threadpool(outlook.answer, name, wanted)
+        headers = {"etag": answer.etag, "cache-control": "no-cache"}
+        if not not_modified(request.headers, answer.etag):
+            if "if-none-match" in request.headers and watch.spread:
+                headers[SPREAD_HEADER] = f"{watch.spread:.1f}"
+            return Response(answer.body, media_type="application/json", headers=headers)
         left = until - loop.time()
         if left <= 0 or not await watch.changed(outlook.version, timeout=left):
             return not_modified_response(headers)
-        outlook = await run_in_threadpool(watch.outlook)
+        outlook = watch.followed()
 
 
 @router.post(

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy import Connection, Engine, Pool, create_engine, event, inspect, make_url, text
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlmodel import Session, SQLModel
@@ -25,6 +27,7 @@ from kernel_depot.shipped import shipped_dir
 SCHEMA_HEAD = "0005"  # the newest revision in migrations/; known here so that a check needs no Alembic
 _LOCK = 0x6B64_7570  # the advisory lock that upgrades of one PostgreSQL database take
 _BUSY_SECONDS = 60
+_lines: WeakKeyDictionary[Pool, Lock] = WeakKeyDictionary()
 
 
 def open_database(url: str) -> Engine:
@@ -55,8 +58,10 @@ def open_database(url: str) -> Engine:
     engine = create_engine(
         parsed,
         connect_args={"timeout": _BUSY_SECONDS, "check_same_thread": False},
+        pool_size=40,  # a connection costs more to open than to keep; a server has as many threads
         json_serializer=_json,
     )
+    _lines[engine.pool] = Lock()
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
@@ -93,9 +98,21 @@ def reading(engine: Engine) -> Iterator[Session]:
 @contextmanager
 def writing(engine: Engine) -> Iterator[Session]:
     """Give a session that may write; commits when the block ends, rolls back when it raises."""
-    with Session(engine.execution_options(writes=True), expire_on_commit=False) as session:
+    with _turn(engine), Session(engine.execution_options(writes=True), expire_on_commit=False) as session:
         yield session
         session.commit()
+
+
+@contextmanager
+def _turn(engine: Engine) -> Iterator[None]:
+    """Let this process's writers to SQLite wait in line: SQLite itself has them sleep and try again."""
+    line = _lines.get(engine.pool)
+    taken = line.acquire(timeout=_BUSY_SECONDS) if line is not None else False
+    try:
+        yield
+    finally:
+        if line is not None and taken:
+            line.release()
 
 
 def schema_revision(engine: Engine) -> str | None:

@@ -321,8 +321,8 @@ def pending_zstd(session: Session, *, limit: int) -> list[Blob]:
 
 def bundle_manifest(session: Session, digest: str) -> bytes | None:
     """Return a bundle's canonical bytes, None when it is not known."""
-    row = session.get(BundleRow, digest)
-    return row.manifest.encode() if row is not None else None
+    manifest = session.exec(select(BundleRow.manifest).where(BundleRow.digest == digest)).one_or_none()
+    return manifest.encode() if manifest is not None else None
 
 
 def tokens(session: Session) -> list[Token]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from kernel_depot.errors import DepotError
+
+_THREADS: Final = 16
+"""More at once would only keep each other, and the event loop, from the interpreter."""
 
 app = typer.Typer()
 
@@ -79,6 +83,7 @@ def _run(listener: socket.socket, given: dict[str, object]) -> None:
     import logging
 
     import uvicorn
+    from anyio.to_thread import current_default_thread_limiter
 
     from kernel_depot.api.app import create_app
     from kernel_depot.fleet.driver import WarmupDriver
@@ -88,17 +93,24 @@ def _run(listener: socket.socket, given: dict[str, object]) -> None:
 
     class Announcing(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            current_default_thread_limiter().total_tokens = _THREADS
             await super().startup(sockets=sockets)
             if self.started:
                 print(f"kernel-depot is listening on {_url(listener)}", flush=True)
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            application.state.watch.close()
+            await super().shutdown(sockets=sockets)
+
+    sys.setswitchinterval(0.001)  # the event loop is one of many threads
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     depot = open_depot(load_settings(**given))
     # uvicorn raises the signal again once it has shut down; without handlers that would skip what follows.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    application = create_app(depot)
     config = uvicorn.Config(
-        create_app(depot),
+        application,
         loop="uvloop",
         http="httptools",
         ws="none",

@@ -122,7 +122,7 @@ def revoke(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Revoke a token: the next request that carries it is refused."""
+    """Revoke a token: a second later every request that carries it is refused."""
     from kernel_depot.catalog import changes, record
     from kernel_depot.catalog.database import writing
 

@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 def judge(engine: Engine, outlook: Outlook, name: str) -> None:
     """Look at the canaries that a node is one of, after it told something new."""
+    if not outlook.canaries:
+        return
     with reading(engine) as session:
         node = session.get(Node, name)
     if node is None:

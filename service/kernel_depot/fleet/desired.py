@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -72,10 +72,19 @@ class Desired:
             "prefetch": [item.to_json() for item in self.prefetch],
         }
 
-    @property
-    def etag(self) -> str:
-        """A name of the content."""
-        return f'"{sha256_bytes(rfc8785.dumps(self.to_json()))[:32]}"'
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a node is to have, as it is sent: canonical JSON (RFC 8785) and a tag that names it."""
+
+    desired: Desired
+    body: bytes
+    etag: str
+
+
+def _answer(desired: Desired) -> Answer:
+    body = rfc8785.dumps(desired.to_json())
+    return Answer(desired, body, f'"{sha256_bytes(body)[:32]}"')
 
 
 def wanted_of(node: Node) -> Wanted:
@@ -96,23 +105,33 @@ class Outlook:
     sets: list[PinSet]
     canaries: list[tuple[Canary, PinSet]]
     told: dict[str, tuple[Prefetch, ...]]
-    _answers: dict[Any, Desired] = field(default_factory=dict)
+    _answers: dict[Any, Answer] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def desired(self, name: str, wanted: Wanted) -> Desired:
         """Return what a node is to have."""
+        return self.answer(name, wanted).desired
+
+    def answer(self, name: str, wanted: Wanted) -> Answer:
+        """Return what a node is to have, as it is sent."""
+        known = self.ready_answer(name, wanted)
+        if known is not None:
+            return known
         own = self.canaries_for(wanted)
-        key = (wanted.platform, wanted.modules, wanted.groups, tuple(pin_set.digest for _, pin_set in own))
         with self._lock:
-            answer = self._answers.get(key)
-            if answer is None:
-                answer = self._answers[key] = self._resolve(wanted, own)
+            key = _key(wanted, own)
+            if key not in self._answers:
+                self._answers[key] = _answer(self._resolve(wanted, own))
+            return self._with_prefetch(name, self._answers[key])
+
+    def ready_answer(self, name: str, wanted: Wanted) -> Answer | None:
+        """Return the same when it costs neither a query nor a wait, else None."""
+        known = self._answers.get(_key(wanted, self.canaries_for(wanted)))
+        return self._with_prefetch(name, known) if known is not None else None
+
+    def _with_prefetch(self, name: str, answer: Answer) -> Answer:
         prefetch = self.told.get(name, ())
-        if not prefetch:
-            return answer
-        return Desired(
-            answer.bundle, answer.pin_sets, answer.canary_of, answer.complete, answer.problem, prefetch
-        )
+        return _answer(replace(answer.desired, prefetch=prefetch)) if prefetch else answer
 
     def canaries_for(self, wanted: Wanted) -> list[tuple[Canary, PinSet]]:
         """Return the canaries that a node is one of."""
@@ -135,6 +154,10 @@ class Outlook:
             PinSetRef(ref["name"], ref["revision"]) for ref in json.loads(found.manifest)["pin_sets"]
         )
         return Desired(found.digest, refs, names, found.complete, None)
+
+
+def _key(wanted: Wanted, own: list[tuple[Canary, PinSet]]) -> Any:
+    return (wanted.platform, wanted.modules, wanted.groups, tuple(pin_set.digest for _, pin_set in own))
 
 
 def resolve_for(session: Session, sets: list[PinSet], wanted: Wanted) -> ResolvedBundle:

@@ -155,8 +155,12 @@ def record_smoke(
     """Keep how modules did on a node under a driver, in place of what was known. Raise NodeUnknown."""
     known(session, name)
     moment = record.now()
-    for result in results:
-        values = {
+    # The last of several results for the same bytes stands.
+    rows = {
+        result.sha256: {
+            "node": name,
+            "sha256": result.sha256,
+            "driver": driver or "",
             "module": result.module,
             "outcome": result.outcome,
             "why": result.why,
@@ -167,11 +171,14 @@ def record_smoke(
             "bundle": bundle,
             "at": moment,
         }
-        statement = upsert(session, SmokeResult).values(
-            node=name, sha256=result.sha256, driver=driver or "", **values
-        )
+        for result in results
+    }
+    if rows:
+        key = ["node", "sha256", "driver"]
+        statement = upsert(session, SmokeResult)
+        new = {name: statement.excluded[name] for name in next(iter(rows.values())) if name not in key}
         session.connection().execute(
-            statement.on_conflict_do_update(index_elements=["node", "sha256", "driver"], set_=values)
+            statement.on_conflict_do_update(index_elements=key, set_=new), list(rows.values())
         )
 
 
