@@ -170,7 +170,7 @@ def test_too_many_failures_pause_it_and_it_goes_on_when_resumed(catalog: Any) ->
     assert state(engine, warmup_id) == ("failed", {"done": 22, "failed": 3})
 
 
-def test_cancelled_it_tells_no_more_nodes(catalog: Any) -> None:
+def test_cancelled_it_tells_no_more_nodes_until_it_is_resumed(catalog: Any) -> None:
     engine, revision = catalog
     warmup_id = begin(engine, revision, labels={"pool": "x"})
     warmups.step(engine, warmup_id)
@@ -179,6 +179,11 @@ def test_cancelled_it_tells_no_more_nodes(catalog: Any) -> None:
     assert state(engine, warmup_id) == ("cancelled", {"told": 4, "waiting": 8})
     with pytest.raises(WarmupEnded):
         warmups.cancel(engine, warmup_id, who="test")
+    warmups.resume(engine, warmup_id, who="test")
+    while warmups.step(engine, warmup_id):
+        for node in told(engine, warmup_id):
+            end(engine, warmup_id, node)
+    assert state(engine, warmup_id) == ("succeeded", {"done": 12})
     with pytest.raises(WarmupUnknown):
         warmups.pause(engine, "nobody", who="test")
     with pytest.raises(WarmupEmpty):
