@@ -42,18 +42,12 @@ def judged(node: Any, *modules: str) -> list[Outcome]:
 ATTENTION = ["single_prefill", "batch_prefill", "single_decode", "batch_decode"]
 
 
-@pytest.mark.parametrize("family", [*ATTENTION, "batch_mla", "gdn", "page"])
-def test_right_modules_pass(node: Any, computing: Any, family: str) -> None:
-    uri = name_of(family)
-    node.module(uri, computing(family))
-    outcomes = judged(node, uri)
-    assert len(outcomes) >= 4
-    assert [one for one in outcomes if one.status is not Status.PASS] == []
+def test_right_modules_pass(node: Any, computing: Any) -> None:
+    all_pass(node, computing, [(family, {}) for family in (*ATTENTION, "batch_mla", "gdn", "page")])
 
 
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
+def test_a_modules_name_says_what_it_is_asked_for(node: Any, computing: Any) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
         ("single_decode", {"bent": True}),
         ("single_decode", {"posenc": 1}),
         ("single_decode", {"posenc": 2}),
@@ -61,16 +55,18 @@ def test_right_modules_pass(node: Any, computing: Any, family: str) -> None:
         ("batch_decode", {"kv": "e4m3"}),
         ("single_prefill", {"q": "bf16"}),
         ("batch_prefill", {"bent": True, "kv": "e4m3"}),
-    ],
-)
-def test_a_modules_name_says_what_it_is_asked_for(
-    node: Any, computing: Any, family: str, options: dict[str, Any]
-) -> None:
-    uri = name_of(family, **options)
-    node.module(uri, computing(family, posenc=options.get("posenc", 0)))
-    outcomes = judged(node, uri)
-    assert len(outcomes) >= 2
+    ]
+    all_pass(node, computing, asked)
+
+
+def all_pass(node: Any, computing: Any, asked: list[tuple[str, dict[str, Any]]]) -> None:
+    names = [name_of(family, **options) for family, options in asked]
+    for name, (family, options) in zip(names, asked, strict=True):
+        node.module(name, computing(family, posenc=options.get("posenc", 0)))
+    outcomes = judged(node, *names)
     assert [one for one in outcomes if one.status is not Status.PASS] == []
+    for name in names:
+        assert sum(one.subject == name for one in outcomes) >= 3
 
 
 @pytest.mark.parametrize(
