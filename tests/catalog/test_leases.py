@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
+import pytest
 from sqlalchemy import Engine
 from sqlmodel import select
 
@@ -108,3 +110,22 @@ def test_a_lease_from_elsewhere_is_honoured_until_it_expires(engine: Engine) -> 
         row.owner = ".".join(["f" * 32, "1", "1", "1", "abc"])
     assert leases.remove_dead(engine) == 0
     assert isinstance(leases.acquire(engine, "k", seconds=60), leases.Held)
+
+
+def test_a_holder_whom_the_database_does_not_hear_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A renewal that hangs, as with a network that swallows packets, does not keep it from being told."""
+    answered, told = Event(), Event()
+
+    def hang(*_: object, **__: object) -> bool:
+        answered.wait(60)
+        return True
+
+    monkeypatch.setattr(leases, "renew", hang)
+    lease = leases.acquire(engine, "executor:x", seconds=2.0)
+    assert isinstance(lease, leases.Acquired)
+    with leases.kept(engine, lease, seconds=2.0, on_lost=told.set, on_silence=True):
+        assert told.wait(30)
+        assert not answered.is_set()
+        answered.set()
