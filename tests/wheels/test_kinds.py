@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kernel_depot.bundle import ArtifactKind
-from kernel_depot.wheels.kinds import classify
+from kernel_depot.wheels.kinds import classify, is_compiled_by
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,10 @@ from kernel_depot.wheels.kinds import classify
 )
 def test_classify(path: str, kind: ArtifactKind | None, module: str | None) -> None:
     assert classify(path) == (kind, module)
+
+
+def test_fused_moe_alone_needs_the_headers() -> None:
+    header = "flashinfer/data/csrc/nv_internal/tensorrt_llm/deep_gemm/utils.cuh"
+    assert is_compiled_by(header, "fused_moe_90")
+    assert not is_compiled_by(header, "norm")
+    assert not is_compiled_by("flashinfer_jit_cache/jit_cache/norm/norm.so", "fused_moe_90")

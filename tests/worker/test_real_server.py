@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kernel_depot.kernels.runtime import Runtime
 from kernel_depot.opponent.errors import OpponentAbsent
 from kernel_depot.opponent.gates import available, require_artifact
 from kernel_depot.platform import Arch, CudaTag, Platform
@@ -225,3 +226,30 @@ def test_only_a_sync_that_asks_for_the_opponent_opens_its_artifact_gate(
     refused = command("sync", "--server", url, "--cache", place, *platform, "--group", "oponent", code=1)
     assert refused["type"] == "urn:kernel-depot:problem:module-group-unknown"
     assert "opponent" in refused["expected"]
+
+
+def test_headers_of_the_source_wheel_reach_the_runtime(
+    depot: Depot, make_wheel: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Fused MoE's DeepSeek kernels are compiled from them; nothing else of that wheel is kept."""
+    folder = "flashinfer/data/csrc/nv_internal/tensorrt_llm"
+    headers = {f"{folder}/deep_gemm/{name}.cuh": name.encode() for name in ("fp8_gemm_impl", "utils")}
+    others = {"flashinfer/__init__.py": b"import torch", f"{folder}/kernels/quantization.cuh": b"another"}
+    libraries = modules(tmp_path, ["norm", "fused_moe_90"])
+    depot.materialize(
+        {
+            "kernels": [make_wheel(libraries, project="flashinfer_jit_cache", version="0.6.3+cu130")],
+            "headers": [make_wheel({**headers, **others}, project="flashinfer_python", version="0.6.3")],
+        },
+        lost=[],
+    )
+    url = depot.serve()
+    place = tmp_path / "cache"
+    for options in ({}, {"modules": ("fused_moe_90",)}):
+        request: Any = SyncRequest(**options)
+        sync(request, endpoint=Endpoint(url, trust_env=False), platform=PLATFORM, cache=Cache(place))
+        view = (place / "current").resolve() / "files"
+        assert Runtime.open(place).headers == (view / folder,)
+        found = {str(path.relative_to(view)): path.read_bytes() for path in view.rglob("*.cuh")}
+        assert found == headers
+        assert not (view / "flashinfer" / "__init__.py").exists()

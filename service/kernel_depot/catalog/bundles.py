@@ -30,6 +30,7 @@ from kernel_depot.pins.groups import ModuleGroup, withheld
 from kernel_depot.pins.pin import Pin, PinSet
 from kernel_depot.pins.resolve import Resolution, TraceLine, resolve
 from kernel_depot.platform import Platform
+from kernel_depot.wheels.kinds import is_compiled_by
 
 _NOT_TRIED = "not materialized"
 
@@ -93,9 +94,11 @@ def resolve_bundle(
 ) -> ResolvedBundle:
     """Return the bundle for a platform, from all pin sets or those named; `modules` None takes everything.
 
-    With `modules` the bundle holds these kernel modules, libtvm_ffi.so, and the metadata of the wheels they
-    come from. `groups` adds the modules of groups by name; without it, modules that only groups hold stay
-    out, unless `modules` names them. A new bundle is recorded in a transaction of its own, so `session` must
+    With `modules` the bundle holds these kernel modules, what they compile when they run, libtvm_ffi.so, and
+    the metadata of the wheels all these come from.
+
+    `groups` adds the modules of groups by name; without it, modules that only groups hold stay out,
+    unless `modules` names them. A new bundle is recorded in a transaction of its own, so `session` must
     be one that reads.
     Raise PinSetUnknown, ModuleUnknown, GroupUnknown, and NothingFits or PinsConflict of `pins.resolve`.
     """
@@ -349,7 +352,9 @@ def _select(artifacts: Sequence[BundleArtifact], modules: set[str]) -> list[Bund
     chosen = [
         artifact
         for artifact in artifacts
-        if artifact.kind is ArtifactKind.TVM_FFI or artifact.module in modules
+        if artifact.kind is ArtifactKind.TVM_FFI
+        or artifact.module in modules
+        or any(is_compiled_by(artifact.path, module) for module in modules)
     ]
     wheels = {artifact.wheel for artifact in chosen}
     metadata = [

@@ -37,3 +37,8 @@ def classify(path: str) -> tuple[ArtifactKind | None, str | None]:
     if _SUPPORT.fullmatch(installed) or _HEADER.fullmatch(installed):
         return ArtifactKind.SUPPORT, None
     return None, None
+
+
+def is_compiled_by(path: str, module: str) -> bool:
+    """Tell whether a module compiles the file at `path` when it runs, and so cannot do without it."""
+    return module.startswith("fused_moe_") and _HEADER.search(path) is not None
