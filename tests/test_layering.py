@@ -39,7 +39,8 @@ def distributions(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in wanted or project["dependencies"]}
 
 
-SERVER_DISTRIBUTIONS = distributions("server", "postgres") - distributions()
+# httpx, which the worker has, brings anyio too.
+SERVER_DISTRIBUTIONS = distributions("server", "postgres") - distributions() - {"anyio"}
 SERVER_LIBRARIES = {
     module
     for module, names in packages_distributions().items()
