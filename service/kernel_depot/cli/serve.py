@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import sys
@@ -125,6 +126,10 @@ def _run(listener: socket.socket, given: dict[str, object]) -> None:
     )
     try:
         engine = start_engine(depot)
+        application.openapi()  # made at the first request otherwise, which waits a second for it
+        gc.collect()
+        gc.freeze()  # what stays for ever is not looked through again
+        gc.set_threshold(20_000, 20, 20)
         try:
             with WarmupDriver(depot.engine):
                 Announcing(config).run(sockets=[listener])
