@@ -149,3 +149,11 @@ def run_documented() -> Callable[[str, Path, dict[str, str]], None]:
             assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
 
     return run
+
+
+@pytest.fixture
+def admin(open_server: Callable[..., Any]) -> httpx.Client:
+    """An administrator of an empty depot."""
+    server = open_server(allow_anonymous=False)
+    made: httpx.Client = server.client(server.token("admin"))
+    return made

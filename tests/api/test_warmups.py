@@ -9,14 +9,6 @@ import httpx
 import pytest
 
 
-@pytest.fixture
-def client(open_server: Callable[..., Any]) -> httpx.Client:
-    """An administrator of an empty depot."""
-    server = open_server(allow_anonymous=False)
-    made: httpx.Client = server.client(server.token("admin"))
-    return made
-
-
 def kind(answer: httpx.Response) -> str:
     assert answer.headers["content-type"] == "application/problem+json", answer.text
     return str(answer.json()["type"]).rpartition(":")[2]
@@ -36,10 +28,10 @@ def kind(answer: httpx.Response) -> str:
     ],
     ids=str,
 )
-def test_orders_that_cannot_be(client: httpx.Client, body: dict[str, Any], problem: str) -> None:
-    assert kind(client.post("/v1/warmups", json=body)) == problem
-    assert client.get("/v1/warmups").json() == {"warmups": []}
-    assert client.get("/v1/jobs").json() == {"jobs": []}
+def test_orders_that_cannot_be(admin: httpx.Client, body: dict[str, Any], problem: str) -> None:
+    assert kind(admin.post("/v1/warmups", json=body)) == problem
+    assert admin.get("/v1/warmups").json() == {"warmups": []}
+    assert admin.get("/v1/jobs").json() == {"jobs": []}
 
 
 @pytest.mark.parametrize(
@@ -53,8 +45,8 @@ def test_orders_that_cannot_be(client: httpx.Client, body: dict[str, Any], probl
         ("POST", "/retry-failed"),
     ],
 )
-def test_a_warmup_that_there_is_not(client: httpx.Client, method: str, path: str) -> None:
-    answer = client.request(method, f"/v1/warmups/none{path}")
+def test_a_warmup_that_there_is_not(admin: httpx.Client, method: str, path: str) -> None:
+    answer = admin.request(method, f"/v1/warmups/none{path}")
     assert (answer.status_code, kind(answer)) == (404, "warmup-unknown")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,3 +97,43 @@ def embedded(tmp_path: Path) -> Iterator[Depot]:
     opened = open_depot(load_settings(data_dir=tmp_path / "data", allow_file_urls=True))
     yield opened
     opened.close()
+
+
+SERVER = """
+import json, sys, time
+from kernel_depot.jobs import engine
+from kernel_depot.jobs.depot import open_depot
+from kernel_depot.settings import load_settings
+depot = open_depot(load_settings(allow_file_urls=True, replica="one", **json.loads(sys.argv[1])))
+engine.start_engine(depot)
+print(getattr(engine, sys.argv[2])(depot, asked_by="test"), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def killed_server(depot: Depot) -> Callable[..., str]:
+    """Start a server that hands in a job, kill it once the job is `under_way`; give the job's id.
+
+    `before` is what the server's program does first; `given` are settings.
+    """
+
+    def kill(submit: str, under_way: Callable[[str], object], *, before: str = "", **given: object) -> str:
+        settings = depot.settings
+        places = {
+            "data_dir": str(settings.data_dir),
+            "database_url": settings.database_url,
+            "store_url": settings.store_url,
+        }
+        with subprocess.Popen(
+            [sys.executable, "-c", before + SERVER, json.dumps({**places, **given}), submit],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            assert child.stdout is not None
+            job_id = child.stdout.readline().strip()
+            under_way(job_id)
+            child.kill()
+        return job_id
+
+    return kill

@@ -42,6 +42,10 @@ time.sleep(600)
 """
 
 
+def waits_for_the_wheel(job: Job) -> bool:
+    return bool(job.wheels[:1]) and job.wheels[0].get("stage") == "waiting"
+
+
 def reached(depot: Depot, job_id: str, when: Callable[[Job], Any], *, seconds: float = 120) -> Job:
     """Wait until a job is as it should be."""
     deadline = time.monotonic() + seconds
@@ -104,30 +108,20 @@ def test_nothing_is_handed_in_where_no_engine_runs(embedded: Depot) -> None:
 
 
 @pytest.mark.parametrize("successor", ["one", "two"])
-def test_a_job_goes_on_after_its_server_was_killed(depot: Depot, pin_files: PinFiles, successor: str) -> None:
+def test_a_job_goes_on_after_its_server_was_killed(
+    depot: Depot, pin_files: PinFiles, killed_server: Callable[..., str], successor: str
+) -> None:
     """The killed server's successor has its name, or is another server beside it."""
     pinned = pin_files(30)
     recorded(depot, pinned.pins)
     # While this process has the wheel's lease the job waits, so it is killed under way for certain.
     lease = leases.acquire(depot.engine, f"wheel:{pinned.sha256}", seconds=600)
     assert isinstance(lease, leases.Acquired)
-    settings = depot.settings
-    arguments = json.dumps(
-        {
-            "data_dir": str(settings.data_dir),
-            "database_url": settings.database_url,
-            "store_url": settings.store_url,
-        }
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, arguments], stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        job_id = child.stdout.readline().strip()
-        reached(depot, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
-        child.kill()
+    job_id = killed_server("submit_materialize", lambda job_id: reached(depot, job_id, waits_for_the_wheel))
     leases.release(depot.engine, lease)
-    other = replace(depot, settings=settings.model_copy(update={"replica": successor, "lease_seconds": 1.0}))
+    other = replace(
+        depot, settings=depot.settings.model_copy(update={"replica": successor, "lease_seconds": 1.0})
+    )
     engine = start_engine(other)
     try:
         job = reached(depot, job_id, lambda job: job.finished_at is not None)
@@ -219,35 +213,25 @@ leases.process_name = lambda: "0" * 32 + here()[32:]
 
 
 def test_a_job_is_taken_over_when_the_lease_of_another_machine_is_over(
-    depot: Depot, pin_files: PinFiles
+    depot: Depot, pin_files: PinFiles, killed_server: Callable[..., str]
 ) -> None:
     """Nobody here can see whether that process lives, and it never returns."""
     pinned = pin_files(30)
     recorded(depot, pinned.pins)
     wheel = leases.acquire(depot.engine, f"wheel:{pinned.sha256}", seconds=600)
     assert isinstance(wheel, leases.Acquired)
-    settings = depot.settings
-    arguments = json.dumps(
-        {
-            "data_dir": str(settings.data_dir),
-            "database_url": settings.database_url,
-            "store_url": settings.store_url,
-            "lease_seconds": LEASE,
-        }
+    job_id = killed_server(
+        "submit_materialize",
+        lambda job_id: reached(depot, job_id, waits_for_the_wheel),
+        before=FOREIGN,
+        lease_seconds=LEASE,
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", FOREIGN + SERVER, arguments], stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        job_id = child.stdout.readline().strip()
-        reached(depot, job_id, lambda job: job.wheels[:1] and job.wheels[0].get("stage") == "waiting")
-        child.kill()
     killed = time.monotonic()
     leases.release(depot.engine, wheel)
     with reading(depot.engine) as session:
         assert leases.is_live(session, "executor:one")
     other = replace(
-        depot, settings=settings.model_copy(update={"replica": "two", "lease_seconds": float(LEASE)})
+        depot, settings=depot.settings.model_copy(update={"replica": "two", "lease_seconds": float(LEASE)})
     )
     engine = start_engine(other)
     try:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,17 +16,6 @@ from kernel_depot.jobs.depot import Depot
 from kernel_depot.jobs.engine import start_engine, submit_materialize, submit_scrub
 from kernel_depot.pins.document import read_pin_set
 from kernel_depot.store.blobs import StagedBlob
-
-SERVER = """
-import json, sys, time
-from kernel_depot.jobs.depot import open_depot
-from kernel_depot.jobs.engine import start_engine, submit_scrub
-from kernel_depot.settings import load_settings
-depot = open_depot(load_settings(allow_file_urls=True, replica="one", **json.loads(sys.argv[1])))
-engine = start_engine(depot)
-print(submit_scrub(depot, asked_by="test"), flush=True)
-time.sleep(600)
-"""
 
 
 def reached(depot: Depot, job_id: str, when: Callable[[Job], Any]) -> Job:
@@ -103,7 +89,9 @@ def test_damaged_blobs_are_mended_and_lost_ones_told(depot: Depot, pin_files: Ca
     assert depot.store.size("ab" * 32) is None
 
 
-def test_a_scrub_goes_on_after_its_server_was_killed(depot: Depot, pin_files: Callable[..., Any]) -> None:
+def test_a_scrub_goes_on_after_its_server_was_killed(
+    depot: Depot, pin_files: Callable[..., Any], killed_server: Callable[..., str]
+) -> None:
     pinned = pin_files(12)
     recorded(depot, pinned.pins)
     engine = start_engine(depot)
@@ -116,23 +104,11 @@ def test_a_scrub_goes_on_after_its_server_was_killed(depot: Depot, pin_files: Ca
     # While this process has the wheel's lease nothing is mended, so that the kill comes between.
     wheel = leases.acquire(depot.engine, f"wheel:{pinned.sha256}", seconds=600)
     assert isinstance(wheel, leases.Acquired)
-    settings = depot.settings
-    arguments = json.dumps(
-        {
-            "data_dir": str(settings.data_dir),
-            "database_url": settings.database_url,
-            "store_url": settings.store_url,
-        }
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER, arguments], stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        job_id = child.stdout.readline().strip()
-        reached(depot, job_id, lambda job: job.modules)
-        child.kill()
+    job_id = killed_server("submit_scrub", lambda job_id: reached(depot, job_id, lambda job: job.modules))
     leases.release(depot.engine, wheel)
-    other = replace(depot, settings=settings.model_copy(update={"replica": "two", "lease_seconds": 1.0}))
+    other = replace(
+        depot, settings=depot.settings.model_copy(update={"replica": "two", "lease_seconds": 1.0})
+    )
     engine = start_engine(other)
     try:
         job = finished(depot, job_id)

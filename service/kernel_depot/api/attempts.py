@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections import OrderedDict
@@ -12,6 +11,7 @@ from threading import Lock
 from typing import Final
 
 from kernel_depot.api.problems import ApiError
+from kernel_depot.catalog.record import secret_digest
 
 BURST: Final = 30
 """Failures that one address may have at once."""
@@ -36,14 +36,14 @@ class Attempts:
 
     clock: Callable[[], float] = time.monotonic
     _spent: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
-    _good: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _good: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _lock: Lock = field(default_factory=Lock)
 
     def check(self, address: str, secret: str) -> None:
         """Raise TooManyFailures, before the token is looked up, when the address has no failures left."""
         with self._lock:
             spent = self._now(address)
-            if spent <= BURST - 1 or _name(secret) in self._good:
+            if spent <= BURST - 1 or secret_digest(secret) in self._good:
                 return
         seconds = math.ceil((spent - (BURST - 1)) / PER_SECOND)
         raise TooManyFailures(
@@ -56,7 +56,7 @@ class Attempts:
     def failed(self, address: str, secret: str) -> None:
         """Count a refused token."""
         with self._lock:
-            self._good.pop(_name(secret), None)
+            self._good.pop(secret_digest(secret), None)
             self._spent[address] = (self._now(address) + 1.0, self.clock())
             self._spent.move_to_end(address)
             while len(self._spent) > _REMEMBERED:
@@ -65,15 +65,11 @@ class Attempts:
     def good(self, secret: str) -> None:
         """Remember a token that is valid."""
         with self._lock:
-            self._good[_name(secret)] = None
-            self._good.move_to_end(_name(secret))
+            self._good[secret_digest(secret)] = None
+            self._good.move_to_end(secret_digest(secret))
             while len(self._good) > _REMEMBERED:
                 self._good.popitem(last=False)
 
     def _now(self, address: str) -> float:
         spent, at = self._spent.get(address, (0.0, 0.0))
         return max(0.0, spent - (self.clock() - at) * PER_SECOND)
-
-
-def _name(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 # What a stored workflow needs of the code. Raised when its steps change so that old ones cannot go on.
 _WORKFLOW_VERSION = "1"
-_KIND, _SCRUB = "materialize", "scrub"
+_MATERIALIZE, _SCRUB = "materialize", "scrub"
 _PARALLEL_WHEELS = 4
 _REPORT_SECONDS = 1.0
 _LEASE_LOST = 75  # EX_TEMPFAIL of sysexits.h
@@ -225,27 +225,35 @@ def _start_forgotten(depot: Depot) -> list[str]:
     """
     before = record.now() - timedelta(seconds=depot.settings.lease_seconds)
     with reading(depot.engine) as session:
-        waiting = queries.queued_jobs(session, kinds=[_KIND, _SCRUB], before=before)
+        waiting = queries.queued_jobs(session, kinds=[_MATERIALIZE, _SCRUB], before=before)
     if not waiting:
         return []
     ids = [job.id for job in waiting]
     begun = {status.workflow_id for status in DBOS.list_workflows(workflow_ids=ids)}
     forgotten = [job for job in waiting if job.id not in begun]
     for job in forgotten:
-        with SetWorkflowID(job.id):
-            DBOS.start_workflow(_scrub if job.kind == _SCRUB else _materialize, job.id, job.request)
+        _start(job.id, kind=job.kind, request=job.request)
     return [job.id for job in forgotten]
+
+
+def _start(job_id: str, *, kind: str, request: dict[str, Any]) -> None:
+    with SetWorkflowID(job_id):
+        DBOS.start_workflow(_scrub if kind == _SCRUB else _materialize, job_id, request)
+
+
+def _submit(depot: Depot, *, kind: str, request: dict[str, Any], asked_by: str) -> str:
+    """Write down a job and start it; a job that is only written down is started by `_start_forgotten`."""
+    job_id = str(uuid4())
+    with writing(depot.engine) as session:
+        record.create_job(session, job_id, kind=kind, request=request, asked_by=asked_by)
+    _start(job_id, kind=kind, request=request)
+    return job_id
 
 
 def submit_scrub(depot: Depot, *, asked_by: str) -> str:
     """Hand in a job that hashes the whole store again and mends it; return its id. Raise EngineNotRunning."""
     _needs_engine(depot)
-    job_id = str(uuid4())
-    with writing(depot.engine) as session:
-        record.create_job(session, job_id, kind=_SCRUB, request={}, asked_by=asked_by)
-    with SetWorkflowID(job_id):
-        DBOS.start_workflow(_scrub, job_id, {})
-    return job_id
+    return _submit(depot, kind=_SCRUB, request={}, asked_by=asked_by)
 
 
 def _needs_engine(depot: Depot) -> None:
@@ -281,12 +289,7 @@ def submit_materialize(
         "cuda": [str(tag) for tag in cuda] if cuda is not None else None,
         "arch": [str(word) for word in arch] if arch is not None else None,
     }
-    job_id = str(uuid4())
-    with writing(depot.engine) as session:
-        record.create_job(session, job_id, kind=_KIND, request=request, asked_by=asked_by)
-    with SetWorkflowID(job_id):
-        DBOS.start_workflow(_materialize, job_id, request)
-    return job_id
+    return _submit(depot, kind=_MATERIALIZE, request=request, asked_by=asked_by)
 
 
 @DBOS.workflow(name="materialize")
