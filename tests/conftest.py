@@ -20,6 +20,11 @@ from secrets import token_hex
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast a machine draws its examples says nothing of the product.
+settings.register_profile("depot", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("depot")
 
 S3_KEY, S3_SECRET = "depot", "depot-secret"
 

@@ -105,6 +105,13 @@ def _hears_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def _serves(process: psutil.Process) -> bool:
+    try:
+        return "serve" in process.cmdline()
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        return False
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_a_demo_that_is_ended_early_takes_its_server_with_it(
     tmp_path: Path, make_wheel: Any, name: str
@@ -131,7 +138,7 @@ def test_a_demo_that_is_ended_early_takes_its_server_with_it(
         servers: list[psutil.Process] = []
         while not servers:
             assert running.poll() is None, running.stderr and running.stderr.read()
-            servers = [child for child in watched.children() if "serve" in child.cmdline()]
+            servers = [child for child in watched.children() if _serves(child)]
             time.sleep(0.02)
         running.send_signal(getattr(signal, name))
         assert running.wait(60) != 0

@@ -40,7 +40,7 @@ class Server:
         headers = {"accept-encoding": "identity"}
         if token is not None:
             headers["authorization"] = f"Bearer {token}"
-        client = httpx.Client(base_url=self.url, headers=headers, trust_env=False)
+        client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
         self.clients.append(client)
         return client
 

@@ -220,7 +220,11 @@ def test_unexpected_failures_show_an_incident_and_no_text(
 text_value = st.text(max_size=30)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=150,
+    deadline=None,
+)
 @given(
     st.sampled_from(["/v1/resolve", "/v1/artifacts", "/v1/jobs", "/v1/modules/norm", "/v1/pins"]),
     st.dictionaries(
@@ -234,7 +238,11 @@ def test_no_parameter_makes_the_server_fail(
     assert client.get(path, params=parameters).status_code < 500
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=100,
+    deadline=None,
+)
 @given(
     st.sampled_from(["/v1/pins?name=fuzz", "/v1/blobs/stream", "/v1/materialize"]),
     st.recursive(

@@ -87,7 +87,11 @@ def test_excluding_every_form_is_406(client: httpx.Client, path: str) -> None:
     assert answer.json()["type"] == "urn:kernel-depot:problem:not-acceptable"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=60,
+    deadline=None,
+)
 @given(
     st.one_of(
         st.tuples(st.integers(0, len(DATA) + 10), st.integers(0, len(DATA) + 10)),

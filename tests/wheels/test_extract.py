@@ -165,7 +165,11 @@ def test_pieces_of_a_real_wheel_agree_with_zipfile(tmp_path: Path) -> None:
     assert {m.path: m.sha256 for m in wheel.members} == {k: sha256_bytes(v) for k, v in contents.items()}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_a_flipped_byte_is_refused_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, forge: Any, place: float, mask: int

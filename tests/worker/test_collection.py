@@ -240,7 +240,11 @@ def test_mapped_memory_outlives_what_was_collected(cache: Cache, put: Put) -> No
         assert bytes(mapped) == before
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     holds=st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=5),
     stays=st.lists(st.sampled_from(["", "current", "pinned", "wanted"]), min_size=5, max_size=5),
