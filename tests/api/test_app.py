@@ -223,7 +223,6 @@ text_value = st.text(max_size=30)
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     max_examples=150,
-    deadline=None,
 )
 @given(
     st.sampled_from(["/v1/resolve", "/v1/artifacts", "/v1/jobs", "/v1/modules/norm", "/v1/pins"]),
@@ -241,7 +240,6 @@ def test_no_parameter_makes_the_server_fail(
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     max_examples=100,
-    deadline=None,
 )
 @given(
     st.sampled_from(["/v1/pins?name=fuzz", "/v1/blobs/stream", "/v1/materialize"]),

@@ -90,7 +90,6 @@ def test_excluding_every_form_is_406(client: httpx.Client, path: str) -> None:
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     max_examples=60,
-    deadline=None,
 )
 @given(
     st.one_of(

@@ -4,7 +4,7 @@ import socket
 from ipaddress import ip_address
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_depot.wheels.addresses import (
@@ -75,7 +75,6 @@ def test_some_addresses_are_never_reached(address: str) -> None:
     assert refusal(ip_address(address), allow_private=True)
 
 
-@settings(deadline=None)
 @given(st.ip_addresses(v=4))
 def test_mapping_into_ipv6_changes_no_verdict(address: object) -> None:
     inner = ip_address(str(address))
@@ -84,7 +83,6 @@ def test_mapping_into_ipv6_changes_no_verdict(address: object) -> None:
         assert bool(refusal(ip_address(form), allow_private=False)) == bool(plain)
 
 
-@settings(deadline=None)
 @given(st.ip_addresses())
 def test_whatever_python_calls_private_is_refused_but_documentation(address: object) -> None:
     found = ip_address(str(address))

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernel_depot.wheels.archive import ArchiveLimits, Member, read_members
@@ -74,7 +74,7 @@ def _write(files: dict[str, bytes], methods: list[int], *, seekable: bool, zip64
     return bytes(target.getvalue() if seekable else target.data)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(
     files=st.dictionaries(_NAMES, _CONTENT, max_size=8),
     methods=st.lists(st.sampled_from([0, 8]), min_size=1, max_size=3),
@@ -92,7 +92,7 @@ def test_reads_what_zipfile_writes(
         assert _contents(data) == files
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(
     seekable=st.booleans(),
     zip64=st.booleans(),
@@ -112,7 +112,7 @@ def test_flipped_bytes_are_refused_or_harmless(
     assert list(found.values()) == list(files.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(start=st.floats(0, 1), stop=st.floats(0, 1), splice=st.binary(max_size=60), seekable=st.booleans())
 def test_cut_and_spliced_archives_are_refused_or_harmless(
     start: float, stop: float, splice: bytes, seekable: bool
@@ -127,7 +127,7 @@ def test_cut_and_spliced_archives_are_refused_or_harmless(
     assert list(found.values()) == list(files.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(noise=st.binary(max_size=400))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(WheelError):
@@ -245,7 +245,7 @@ def test_member_beyond_four_gibibytes(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.binary(min_size=1, max_size=4096), size=st.integers(0, 3 * PIECE), level=st.integers(0, 9))
 def test_pieces_are_bounded_and_add_up(seed: bytes, size: int, level: int) -> None:
     content = (seed * (size // len(seed) + 1))[:size]

@@ -4,7 +4,7 @@ import contextlib
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_depot.platform import Sm
@@ -104,7 +104,6 @@ def test_what_is_no_cubin_is_refused(data: bytes) -> None:
         read_cubin(data, where="test")
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_no_damage_fails_otherwise(data: st.DataObject) -> None:
     image = bytearray(

@@ -179,7 +179,7 @@ def test_hostile_files_are_refused(data: bytes) -> None:
         read(data)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_no_damage_fails_otherwise(data: st.DataObject) -> None:
     image = bytearray(Library().build())

@@ -167,7 +167,6 @@ def test_pieces_of_a_real_wheel_agree_with_zipfile(tmp_path: Path) -> None:
 
 @settings(
     max_examples=400,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))

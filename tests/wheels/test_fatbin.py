@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_depot.platform import Sm
@@ -111,7 +111,6 @@ def test_broken_fatbins_are_refused(data: bytes) -> None:
         read(data)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_no_bytes_fail_otherwise(data: bytes) -> None:
     for candidate in (data, b"\x50\xed\x55\xba" + data, container(data)):
@@ -119,7 +118,6 @@ def test_no_bytes_fail_otherwise(data: bytes) -> None:
             assert isinstance(read(candidate), list)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_no_damage_fails_otherwise(data: st.DataObject) -> None:
     image = bytearray(container(*map(entry, (SM_80, PTX_90, SM_100F_PACKED))))

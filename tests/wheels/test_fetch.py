@@ -490,7 +490,7 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after(date, now=now + 100) == 0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=40))
 def test_retry_after_never_fails(text: str) -> None:
     found = retry_after(text)
@@ -940,7 +940,6 @@ def test_odd_file_urls_are_refused(tmp_path: Path, url: str) -> None:
         fetch(url, sha256=SHA256, dest=tmp_path / "w", policy=FILES)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_no_text_makes_a_request_or_an_unnamed_error(text: str) -> None:
     with pytest.raises(problems.FetchError):

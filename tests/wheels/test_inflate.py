@@ -46,7 +46,7 @@ def test_anything_but_one_exact_stream_is_refused(inflater: Inflater) -> None:
     assert bytes(found) == content
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.binary(max_size=5000), st.integers(0, 9), st.data())
 def test_both_agree_on_damaged_streams(content: bytes, level: int, data: st.DataObject) -> None:
     packed = bytearray(pack(content, level))

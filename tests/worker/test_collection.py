@@ -242,7 +242,6 @@ def test_mapped_memory_outlives_what_was_collected(cache: Cache, put: Put) -> No
 
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

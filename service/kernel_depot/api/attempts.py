@@ -64,9 +64,10 @@ class Attempts:
 
     def good(self, secret: str) -> None:
         """Remember a token that is valid."""
+        digest = secret_digest(secret)
         with self._lock:
-            self._good[secret_digest(secret)] = None
-            self._good.move_to_end(secret_digest(secret))
+            self._good[digest] = None
+            self._good.move_to_end(digest)
             while len(self._good) > _REMEMBERED:
                 self._good.popitem(last=False)
 
