@@ -80,6 +80,7 @@ def serving(depot: Depot) -> Iterator[Server]:
     )
     server = uvicorn.Server(config)
     listener = config.bind_socket()
+    listener.listen()  # a client that is sooner than the thread waits, and is not refused
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     served = Server(depot, f"http://127.0.0.1:{listener.getsockname()[1]}")
